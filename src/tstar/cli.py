@@ -1,0 +1,111 @@
+"""The command line: the only wiring, and the only place that prints.
+
+A command is a frozen dataclass: its fields are the options, the docstrings are the help, `run` does
+the work. To add one, write it here and name it in COMMANDS. Whatever is heavy is imported inside
+`run`, so that `tstar --help` answers at once.
+
+Commands run after tyro has returned, not inside it: tyro takes a ValueError for a usage error, and
+a bug must not look like one.
+"""
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import tyro
+
+from tstar import __version__
+from tstar.errors import UserError
+
+DESCRIPTION = """Train block-diffusion language models to decode in larger blocks.
+
+`tstar COMMAND --help` explains a command; `tstar --version` prints the version."""
+
+
+@runtime_checkable
+class Command(Protocol):
+    """Options, and what to do with them."""
+
+    def run(self) -> None:
+        """Do it. A mistake of the user raises UserError."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Show what this machine has, how tstar will use it, and what stands in the way."""
+
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from tstar import doctor
+
+        report = doctor.examine()
+        if self.json:
+            print(doctor.to_json(report))
+        else:
+            Console().print(doctor.to_table(report))
+
+
+COMMANDS: Mapping[str, type[Command]] = {
+    "doctor": Doctor,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 0, 2 for a mistake of the user, 130 for Ctrl-C."""
+    try:
+        exit_code = execute(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not is_stdout_abandoned():
+            raise
+        # What is still buffered must go somewhere, or the interpreter complains while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return exit_code
+
+
+def execute(argv: Sequence[str]) -> int:
+    """Parse and run; bugs fly."""
+    if list(argv) == ["--version"]:
+        print(f"tstar {__version__}")
+        return 0
+    try:
+        command = parse(argv)
+    except SystemExit as leaving:  # tyro has printed its help (0) or a usage error (2)
+        return int(leaving.code or 0)
+    try:
+        command.run()
+    except UserError as error:
+        print(f"tstar: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tstar: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """The command that the arguments name, with its options."""
+    command: Command = tyro.extras.subcommand_cli_from_dict(
+        dict(COMMANDS),
+        prog="tstar",
+        description=DESCRIPTION,
+        args=list(argv),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    return command
+
+
+def is_stdout_abandoned() -> bool:
+    """Whether the reader of our output has gone, as in `tstar doctor | head -1`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

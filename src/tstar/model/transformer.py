@@ -1,0 +1,143 @@
+"""The one decoder: Qwen3, Qwen2, Llama and SDAR shapes, dense or mixture of experts.
+
+Tokens come flat, without a batch dimension and without padding; who sees whom is an `Attention` prepared
+by the caller (a packed layout, or rows of blocks against a KV store), and the model does not know which.
+Module and parameter names are the Hub's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from tstar.model.attention import Attention
+from tstar.model.config import ModelConfig
+from tstar.model.moe import SparseMlp
+from tstar.model.rope import RotaryAngles, rotary_angles, rotate
+
+
+class LanguageModel(nn.Module):
+    """A decoder and its LM head. ``forward`` gives hidden states; ``logits`` projects chosen ones."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self, token_ids: Int64[Tensor, " tokens"], attention: Attention
+    ) -> Float[Tensor, "tokens hidden"]:
+        """Last hidden states, after the final norm."""
+        hidden: Tensor = self.model(token_ids, attention)
+        return hidden
+
+    def logits(self, hidden: Float[Tensor, "chosen hidden"]) -> Float[Tensor, "chosen vocab"]:
+        """The LM head on those hidden states that somebody wants to read."""
+        return F.linear(hidden, self.output_weight)
+
+    @property
+    def output_weight(self) -> Float[Tensor, "vocab hidden"]:
+        """The LM head's weight: the embedding itself where the two are tied."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, token_ids: Int64[Tensor, " tokens"], attention: Attention
+    ) -> Float[Tensor, "tokens hidden"]:
+        hidden: Tensor = self.embed_tokens(token_ids)
+        angles = rotary_angles(self.config, attention.positions, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, angles, attention)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, index)
+        is_sparse = config.moe is not None and config.moe.is_sparse_layer(index)
+        self.mlp = SparseMlp(config) if is_sparse else Mlp(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: Float[Tensor, "tokens hidden"], angles: RotaryAngles, attention: Attention
+    ) -> Float[Tensor, "tokens hidden"]:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, attention)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.head_dim = config.head_dim
+        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, heads, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(heads, config.hidden_size, bias=config.output_bias)
+        self.has_qk_norm = config.family.has_qk_norm
+        if self.has_qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: Float[Tensor, "tokens hidden"], angles: RotaryAngles, attention: Attention
+    ) -> Float[Tensor, "tokens hidden"]:
+        query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        value = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        if self.has_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        mixed = attention.attend(self.index, rotate(query, angles), rotate(key, angles), value)
+        out: Tensor = self.o_proj(mixed.flatten(-2))
+        return out
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return out
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean x² + ε), scaled; the mean in fp32 whatever x is."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
