@@ -36,9 +36,7 @@ def fail_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_python(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], check=False, text=True, timeout=60, **options
-    )
+    return subprocess.run([sys.executable, *arguments], check=False, text=True, timeout=60, **options)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -112,8 +110,6 @@ def test_reader_that_left_is_no_error(arguments: list[str], unbuffered: str) -> 
     read_end, write_end = os.pipe()
     os.close(read_end)
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = run_python(
-        "-m", "tstar", *arguments, stdout=write_end, stderr=subprocess.PIPE, env=environment
-    )
+    done = run_python("-m", "tstar", *arguments, stdout=write_end, stderr=subprocess.PIPE, env=environment)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")

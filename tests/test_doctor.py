@@ -77,9 +77,7 @@ def test_optional_packages_are_not_imported() -> None:
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
-@pytest.mark.parametrize(
-    ("num_cpus", "num_usable"), [(None, 6), (0.5, 1), (2.0, 2), (2.5, 3), (64.0, 6)]
-)
+@pytest.mark.parametrize(("num_cpus", "num_usable"), [(None, 6), (0.5, 1), (2.0, 2), (2.5, 3), (64.0, 6)])
 def test_usable_cores_obey_affinity_and_cgroup(
     monkeypatch: pytest.MonkeyPatch, num_cpus: float | None, num_usable: int
 ) -> None:
@@ -118,9 +116,7 @@ def test_bf16_of_a_cpu_by_torchs_capabilities(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("capability", "is_native"), [((9, 0), True), ((7, 5), False)])
-def test_cuda_device(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_native: bool
-) -> None:
+def test_cuda_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_native: bool) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * GIB, 80 * GIB))
@@ -163,9 +159,7 @@ def test_healthy_machine_has_no_notes() -> None:
         ("software", {"nvidia_driver": "550.54.15"}, "CUDA build"),
     ],
 )
-def test_what_hurts_gets_one_note_with_its_fix(
-    part: str, changes: dict[str, int | str], fix: str
-) -> None:
+def test_what_hurts_gets_one_note_with_its_fix(part: str, changes: dict[str, int | str], fix: str) -> None:
     report = replace(HEALTHY, **{part: replace(getattr(HEALTHY, part), **changes)})
     (finding,) = findings(report)
     assert fix in finding

@@ -21,10 +21,11 @@ def paper_standard(length: int, block_size: int) -> list[list[int]]:
 def paper_shifted(length: int, block_size: int, delta: int) -> list[list[int]]:
     """Eqs. 6-7, positions 1..L."""
     last = max(0, math.ceil((length - delta) / block_size))
-    blocks = [list(range(1, min(delta, length) + 1))]
-    for m in range(1, last + 1):
-        blocks.append(list(range((m - 1) * block_size + delta + 1, min(m * block_size + delta, length) + 1)))
-    return blocks
+    first = list(range(1, min(delta, length) + 1))
+    return [first] + [
+        list(range((m - 1) * block_size + delta + 1, min(m * block_size + delta, length) + 1))
+        for m in range(1, last + 1)
+    ]
 
 
 def paper_blocks(length: int, block_size: int, delta: int) -> list[list[int]]:
@@ -52,7 +53,7 @@ def partitions(draw: st.DrawFn) -> Partition:
 def test_every_small_response_is_cut_as_the_paper_cuts_it() -> None:
     for block_size in range(1, 9):
         for delta in range(block_size):
-            for length in range(0, 3 * block_size + 2):
+            for length in range(3 * block_size + 2):
                 for prompt_length in range(block_size + 1):
                     partition = Partition(prompt_length, length, block_size, delta)
                     expected = paper_blocks(length, block_size, delta)
@@ -60,7 +61,10 @@ def test_every_small_response_is_cut_as_the_paper_cuts_it() -> None:
 
 
 @given(
-    block_size=st.integers(1, 256), data=st.data(), length=st.integers(0, 600), prompt_length=st.integers(0, 300)
+    block_size=st.integers(1, 256),
+    data=st.data(),
+    length=st.integers(0, 600),
+    prompt_length=st.integers(0, 300),
 )
 def test_response_origin_equals_equations_5_to_7(
     block_size: int, data: st.DataObject, length: int, prompt_length: int
@@ -73,14 +77,19 @@ def test_response_origin_equals_equations_5_to_7(
 
 
 @given(
-    block_size=st.integers(1, 64), data=st.data(), length=st.integers(0, 200), prompt_length=st.integers(0, 200)
+    block_size=st.integers(1, 64),
+    data=st.data(),
+    length=st.integers(0, 200),
+    prompt_length=st.integers(0, 200),
 )
 def test_sequence_origin_cuts_prompt_and_response_as_one(
     block_size: int, data: st.DataObject, length: int, prompt_length: int
 ) -> None:
     delta = data.draw(st.integers(0, block_size - 1))
     partition = Partition(prompt_length, length, block_size, delta, origin="sequence")
-    every_block = [[p + 1 for p in range(b.start, b.stop)] for b in partition.prompt_blocks + partition.blocks]
+    every_block = [
+        [p + 1 for p in range(b.start, b.stop)] for b in partition.prompt_blocks + partition.blocks
+    ]
     assert every_block == paper_blocks(prompt_length + length, block_size, delta)
     for block in partition.prompt_blocks:
         assert block.stop <= prompt_length
@@ -124,7 +133,10 @@ def test_a_longer_response_keeps_the_earlier_blocks(partition: Partition, more: 
 @given(partitions())
 def test_half_shift_moves_every_later_boundary_by_half_a_block(partition: Partition) -> None:
     standard = Partition(
-        partition.prompt_length, partition.response_length, 2 * partition.block_size, origin=partition.origin
+        partition.prompt_length,
+        partition.response_length,
+        2 * partition.block_size,
+        origin=partition.origin,
     )
     shifted = standard.half_shifted()
     assert shifted.offset == partition.block_size
@@ -153,6 +165,7 @@ def test_sequence_origin_shares_a_block_between_prompt_tail_and_response_head() 
     assert partition.response_slices[0] == slice(0, 2)
 
 
+@pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -174,7 +187,9 @@ def test_bad_arguments_are_named(arguments: dict[str, object], message: str) -> 
 
 
 def test_an_odd_block_has_no_half() -> None:
-    with pytest.raises(ValueError, match="block_size: 5 is odd and has no half shift; use an even block_size"):
+    with pytest.raises(
+        ValueError, match="block_size: 5 is odd and has no half shift; use an even block_size"
+    ):
         Partition(3, 5, 5).half_shifted()
 
 
@@ -195,6 +210,7 @@ def test_cached_arrays_cannot_be_written() -> None:
         partition.boundaries[0] = 7
 
 
+@pytest.mark.usefixtures("types_unchecked")
 def test_partitions_are_values() -> None:
     assert Partition(3, 5, 4) == Partition(np.int64(3), 5, 4)  # type: ignore[arg-type]
     assert hash(Partition(3, 5, 4)) == hash(Partition(3, 5, 4))

@@ -72,7 +72,8 @@ class Partition:
             raise ValueError(f"block_size: {self.block_size} is too small; a block has at least 1 token")
         if not 0 <= self.offset < self.block_size:
             raise ValueError(
-                f"offset: {self.offset} does not fit block_size {self.block_size}; use 0 <= offset < block_size"
+                f"offset: {self.offset} does not fit block_size {self.block_size}; "
+                "use 0 <= offset < block_size"
             )
         if self.origin not in ("response", "sequence"):
             raise ValueError(f"origin: {self.origin!r} is unknown; use 'response' or 'sequence'")

@@ -35,9 +35,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "sdar": Family("SDARForCausalLM", has_qk_norm=True),
         "sdar_moe": Family("SDARMoeForCausalLM", has_qk_norm=True, is_moe=True),
         "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, diffusion_type="sdar"),
-        "qwen3_moe": Family(
-            "Qwen3MoeForCausalLM", has_qk_norm=True, is_moe=True, diffusion_type="sdar_moe"
-        ),
+        "qwen3_moe": Family("Qwen3MoeForCausalLM", has_qk_norm=True, is_moe=True, diffusion_type="sdar_moe"),
         "qwen2": Family("Qwen2ForCausalLM", has_qk_norm=False, qkv_bias=True, output_bias=False),
         "llama": Family("LlamaForCausalLM", has_qk_norm=False),
     }
@@ -249,11 +247,41 @@ class ModelConfig:
 
 # Keys that `to_hub` writes itself (or replaces by a newer or older spelling of the same thing).
 _OWN_KEYS = frozenset(
-    "architectures model_type attention_bias bos_token_id eos_token_id head_dim hidden_act hidden_size"
-    " initializer_range intermediate_size max_position_embeddings num_attention_heads num_hidden_layers"
-    " num_key_value_heads pad_token_id rms_norm_eps rope_scaling rope_theta rope_parameters"
-    " tie_word_embeddings torch_dtype dtype vocab_size mlp_bias num_experts num_experts_per_tok"
-    " moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers mask_token_id block_size".split()
+    {
+        "architectures",
+        "model_type",
+        "attention_bias",
+        "bos_token_id",
+        "eos_token_id",
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "initializer_range",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "pad_token_id",
+        "rms_norm_eps",
+        "rope_scaling",
+        "rope_theta",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "dtype",
+        "vocab_size",
+        "mlp_bias",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "mask_token_id",
+        "block_size",
+    }
 )
 
 
@@ -266,7 +294,9 @@ def _refuse_unsupported(source: Mapping[str, Any]) -> None:
             "use a checkpoint whose layers all see the whole context"
         )
     if source.get("model_type") == "llama" and source.get("pretraining_tp", 1) != 1:
-        raise UserError(f"config.json: pretraining_tp: {source['pretraining_tp']} is not supported; set it to 1")
+        raise UserError(
+            f"config.json: pretraining_tp: {source['pretraining_tp']} is not supported; set it to 1"
+        )
 
 
 def _read_rope(source: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -280,13 +310,14 @@ def _read_rope(source: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, None
     if kind not in ("linear", "llama3"):
         raise UserError(
-            f"config.json: rope_scaling: type {kind!r} is not supported; use a checkpoint with 'default', 'linear' or 'llama3'"
+            f"config.json: rope_scaling: type {kind!r} is not supported; "
+            "use a checkpoint with 'default', 'linear' or 'llama3'"
         )
     if not isinstance(parameters.get("factor"), int | float):
         raise UserError(f"config.json: rope_scaling: type {kind!r} needs a number under 'factor'")
     wanted = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     given = {name: parameters[name] for name in wanted if name in parameters}
-    return theta, RopeScaling(kind=kind, **given)
+    return theta, RopeScaling("linear" if kind == "linear" else "llama3", **given)
 
 
 def _write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -304,8 +335,10 @@ def _write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _read_moe(source: Mapping[str, Any]) -> MoeConfig:
+    # transformers 5 writes the number of experts under another name than 4 did.
+    spelling = "num_local_experts" if "num_local_experts" in source else "num_experts"
     return MoeConfig(
-        num_experts=_whole(source, "num_experts"),
+        num_experts=_whole(source, spelling),
         num_experts_per_tok=_whole(source, "num_experts_per_tok"),
         moe_intermediate_size=_whole(source, "moe_intermediate_size"),
         norm_topk_prob=bool(source.get("norm_topk_prob", False)),

@@ -47,7 +47,9 @@ class PackedLayout:
     """Per segment id, the segment that holds its prompt (several responses share one), or NO_PARENT."""
 
     def __post_init__(self) -> None:
-        sizes = {name: len(getattr(self, name)) for name in ("positions", "segment_ids", "block_ids", "copy_ids")}
+        sizes = {
+            name: len(getattr(self, name)) for name in ("positions", "segment_ids", "block_ids", "copy_ids")
+        }
         if len(set(sizes.values())) > 1:
             raise ValueError(f"positions, segment_ids, block_ids, copy_ids differ in length: {sizes}")
         if self.num_tokens == 0:
@@ -88,7 +90,12 @@ class PackedLayout:
                 copies.append(np.full_like(part, copy))
         if not positions:
             raise ValueError("partitions: a packed forward needs at least one sequence")
-        return cls(*(np.concatenate(part) for part in (positions, segments, blocks, copies)))
+        return cls(
+            positions=np.concatenate(positions),
+            segment_ids=np.concatenate(segments),
+            block_ids=np.concatenate(blocks),
+            copy_ids=np.concatenate(copies),
+        )
 
     # -- derived -------------------------------------------------------------------------------
 
@@ -143,7 +150,8 @@ class PackedLayout:
     def _key(
         self, segments: Int64[np.ndarray, " n"], blocks: Int64[np.ndarray, " n"]
     ) -> Int64[np.ndarray, " n"]:
-        return segments * (int(self.block_ids.max()) + 2) + blocks
+        keys: np.ndarray = segments * (int(self.block_ids.max()) + 2) + blocks
+        return keys
 
     def _clean_prefix(
         self, segments: Int64[np.ndarray, " rows"], blocks: Int64[np.ndarray, " rows"]
@@ -163,10 +171,13 @@ class PackedLayout:
                 index = int(np.flatnonzero(values < 0)[0])
                 raise ValueError(f"{name}[{index}]: {values[index]} is negative")
         first = self.row_starts[:-1]
-        rows = np.stack([self.segment_ids[first], self.copy_ids[first], self.block_ids[first]], axis=1)
-        _, index, counts = np.unique(rows, axis=0, return_index=True, return_counts=True)
-        if (counts > 1).any():
-            segment, copy, block = rows[index[counts > 1][0]].tolist()
+        segments_and_copies = self.segment_ids[first] * (int(self.copy_ids.max()) + 1) + self.copy_ids[first]
+        keys = self._key(segments_and_copies, self.block_ids[first])
+        order = np.argsort(keys, kind="stable")
+        repeated = order[1:][np.diff(keys[order]) == 0]
+        if len(repeated):
+            at = int(first[repeated[0]])
+            segment, copy, block = (int(ids[at]) for ids in (self.segment_ids, self.copy_ids, self.block_ids))
             raise ValueError(
                 f"block_ids: block {block} of segment {segment}, copy {copy}, stands in two places; "
                 "tokens of one block must stand together"
@@ -203,4 +214,6 @@ class PackedLayout:
             if not 0 <= parent < len(self.segment_parents) or parent == segment:
                 raise ValueError(f"segment_parents[{segment}]: {parent} is no other segment")
             if self.segment_parents[parent] != NO_PARENT:
-                raise ValueError(f"segment_parents[{segment}]: {parent} has a parent itself; prompts do not nest")
+                raise ValueError(
+                    f"segment_parents[{segment}]: {parent} has a parent itself; prompts do not nest"
+                )

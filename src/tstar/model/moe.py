@@ -35,7 +35,11 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.moe is not None
-        num, inner, hidden = config.moe.num_experts, config.moe.moe_intermediate_size, config.hidden_size
+        num, inner, hidden = (
+            config.moe.num_experts,
+            config.moe.moe_intermediate_size,
+            config.hidden_size,
+        )
         self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * inner, hidden))
         """Gate rows, then up rows."""
         self.down_proj = nn.Parameter(torch.empty(num, hidden, inner))
@@ -64,7 +68,7 @@ class Experts(nn.Module):
         self, rows: Float[Tensor, "rows hidden"], counts: Int64[Tensor, " experts"]
     ) -> Float[Tensor, "rows hidden"]:
         outputs = []
-        for expert, own in enumerate(rows.split(counts.tolist())):
+        for expert, own in enumerate(torch.split(rows, counts.tolist())):
             if len(own):
                 gate, up = F.linear(own, self.gate_up_proj[expert]).chunk(2, -1)
                 outputs.append(F.linear(F.silu(gate) * up, self.down_proj[expert]))

@@ -40,7 +40,9 @@ def rotate(
 
 def inverse_frequencies(config: ModelConfig, device: torch.device) -> Float[Tensor, " half_head_dim"]:
     """θ^(-2i/d), as the checkpoint's scaling changes it."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=device).float() / config.head_dim
+    exponents = (
+        torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=device).float() / config.head_dim
+    )
     frequencies = 1.0 / (config.rope_theta**exponents)
     match config.rope_scaling:
         case None:

@@ -39,6 +39,15 @@ class LanguageModel(nn.Module):
         """The LM head on those hidden states that somebody wants to read."""
         return F.linear(hidden, self.output_weight)
 
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Fresh weights: N(0, initializer_range) matrices, norms one, biases zero."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+
     @property
     def output_weight(self) -> Float[Tensor, "vocab hidden"]:
         """The LM head's weight: the embedding itself where the two are tied."""
@@ -94,7 +103,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.index = index
         self.head_dim = config.head_dim
-        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        heads, kv_heads = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         self.q_proj = nn.Linear(config.hidden_size, heads, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)

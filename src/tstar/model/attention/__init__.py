@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,6 +18,7 @@ from tstar.model.layout import PackedLayout
 Backend = Literal["sdpa", "tiled", "flex"]
 
 
+@runtime_checkable
 class Attention(Protocol):
     """Who sees whom in one forward, ready to be computed: what a model's forward is given."""
 
@@ -45,7 +46,10 @@ def choose_backend(device: torch.device | str) -> tuple[Backend, str]:
             "only visible tiles of scores, on the matmul kernels; "
             "FlexAttention has no CPU backward, dense SDPA computes pairs nobody sees"
         )
-    return "sdpa", f"no kernel of our own choice on {kind}: SDPA over the dense mask works everywhere"
+    return (
+        "sdpa",
+        f"no kernel of our own choice on {kind}: SDPA over the dense mask works everywhere",
+    )
 
 
 def prepare(

@@ -17,7 +17,7 @@ class DenseAttention:
 
     def attend(
         self,
-        layer: int,
+        layer: int,  # noqa: ARG002  (part of the signature; only a KV store needs it)
         query: Float[Tensor, "tokens heads head_dim"],
         key: Float[Tensor, "tokens kv_heads head_dim"],
         value: Float[Tensor, "tokens kv_heads head_dim"],

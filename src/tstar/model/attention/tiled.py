@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tstar.model.layout import PackedLayout
 
-TILE_SIZE = 64
+TILE_SIZE = 96
 """Queries per tile: large enough for matmuls, small enough that few masked scores are computed."""
 KEY_QUANTUM = 32
 """Numbers of keys are rounded to this, so that tiles fall into few shapes."""
@@ -39,50 +39,92 @@ class TiledAttention:
 
     def attend(
         self,
-        layer: int,
+        layer: int,  # noqa: ARG002  (part of the signature; only a KV store needs it)
         query: Float[Tensor, "tokens heads head_dim"],
         key: Float[Tensor, "tokens kv_heads head_dim"],
         value: Float[Tensor, "tokens kv_heads head_dim"],
     ) -> Float[Tensor, "tokens heads head_dim"]:
         self._tiles = [tiles.to(query.dtype) for tiles in self._tiles]
-        out: Tensor = _TiledAttention.apply(query, key, value, self._tiles)
+        out: Tensor = _TiledAttention.apply(query, key, value, self._tiles)  # type: ignore[no-untyped-call]
         return out
 
 
 class _TiledAttention(torch.autograd.Function):
-    """One layer's attention over all tiles, with a backward pass that recomputes the scores."""
+    """One layer's attention over all tiles, with a backward pass that recomputes the scores.
+
+    Inside, tensors are head-major: [key/value heads, tokens, heads per key/value head, head_dim], so that
+    a run of tokens is a batched matmul's operand as it lies.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, all_tiles: list[Tiles]) -> Tensor:
-        out = torch.empty_like(query)
-        for tiles in all_tiles:
-            for part in tiles.portions(query.shape[1]):
-                q, k, v = part.operands(query, key, value)
-                weights = attention_weights(q, k, part.bias)
-                part.put(torch.bmm(weights, v), out)
+        q, k, v = _head_major(query, key, value)
+        out = torch.empty_like(q)
+        for tiles in _portions(all_tiles, query.shape[1]):
+            weights = _weights(tiles.pick_queries(q), tiles.pick_keys(k), tiles.bias)
+            tiles.put_queries(torch.bmm(weights, tiles.pick_keys(v)), out)
         ctx.save_for_backward(query, key, value)
         ctx.all_tiles = all_tiles
-        return out
+        return _token_major(out)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value = ctx.saved_tensors
-        grad_query = torch.empty_like(query)
+        q, k, v = _head_major(query, key, value)
+        grad = grad_out.reshape(len(grad_out), len(k), -1, grad_out.shape[-1]).transpose(0, 1).contiguous()
         accumulate = torch.promote_types(key.dtype, torch.float32)  # a key is seen from many tiles
-        grad_key = torch.zeros_like(key, dtype=accumulate)
-        grad_value = torch.zeros_like(value, dtype=accumulate)
-        scale = query.shape[-1] ** -0.5
-        for tiles in ctx.all_tiles:
-            for part in tiles.portions(query.shape[1]):
-                q, k, v = part.operands(query, key, value)
-                grad = _rows(grad_out, part.queries, key.shape[1])
-                weights = attention_weights(q, k, part.bias)
-                grad_weights = torch.bmm(grad, v.transpose(1, 2))
-                grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-                part.put(torch.bmm(grad_scores, k).mul_(scale), grad_query)
-                part.add_to_keys(torch.bmm(grad_scores.transpose(1, 2), q).mul_(scale), grad_key)
-                part.add_to_keys(torch.bmm(weights.transpose(1, 2), grad), grad_value)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = (
+            torch.zeros_like(k, dtype=accumulate),
+            torch.zeros_like(v, dtype=accumulate),
+        )
+        for tiles in _portions(ctx.all_tiles, query.shape[1]):
+            q_tile, k_tile = tiles.pick_queries(q), tiles.pick_keys(k)
+            grad_tile = tiles.pick_queries(grad)
+            weights = _weights(q_tile, k_tile, tiles.bias)
+            tiles.add_to_keys(torch.bmm(weights.transpose(1, 2), grad_tile), grad_v)
+            grad_weights = torch.bmm(grad_tile, tiles.pick_keys(v).transpose(1, 2))
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+            tiles.put_queries(torch.bmm(grad_scores, k_tile), grad_q)
+            tiles.add_to_keys(torch.bmm(grad_scores.transpose(1, 2), q_tile), grad_k)
+        grad_query = _token_major(grad_q.mul_(_scale(query)))
+        return (
+            grad_query,
+            _token_major(grad_k.to(key.dtype)),
+            _token_major(grad_v.to(key.dtype)),
+            None,
+        )
+
+
+def _scale(query: Tensor) -> float:
+    return float(query.shape[-1] ** -0.5)
+
+
+def _head_major(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[tokens, heads, d] -> [kv_heads, tokens, heads per kv head, d]; the query scaled by 1 / sqrt(d)."""
+    kv_heads = key.shape[1]
+    q, k, v = (
+        x.reshape(len(x), kv_heads, -1, x.shape[2]).transpose(0, 1).contiguous() for x in (query, key, value)
+    )
+    return q.mul_(_scale(query)) if q.data_ptr() != query.data_ptr() else q * _scale(query), k, v
+
+
+def _token_major(by_head: Tensor) -> Tensor:
+    return by_head.transpose(0, 1).flatten(1, 2)
+
+
+def _weights(
+    query: Float[Tensor, "batch rows head_dim"],
+    key: Float[Tensor, "batch keys head_dim"],
+    bias: Float[Tensor, "tiles tile_size 1 partial_keys"],
+) -> Float[Tensor, "batch rows keys"]:
+    """softmax(q k + bias), the bias on the last keys alone; batch = key/value heads x tiles."""
+    scores = torch.bmm(query, key.transpose(1, 2))
+    num_tiles, tile_size, _, num_partial = bias.shape
+    if num_partial:
+        by_query = scores.view(-1, num_tiles, tile_size, query.shape[1] // tile_size, key.shape[1])
+        by_query[..., key.shape[1] - num_partial :].add_(bias)
+    return torch.softmax(scores, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -93,66 +135,86 @@ class Tiles:
     """Indices into the pack."""
     keys: Int64[Tensor, "tiles keys"]
     """Indices into the pack: first the keys that all of a tile's queries see, then the others."""
-    bias: Float[Tensor, "tiles 1 tile_size 1 partial_keys"]
+    bias: Float[Tensor, "tiles tile_size 1 partial_keys"]
     """Added to the scores of the last keys: 0 where the query sees the key, -inf where not."""
+    query_slice: slice | None
+    """The queries as one run of the pack, where they are one: nothing has to be copied then."""
+    key_slice: slice | None
+
+    @classmethod
+    def of(cls, queries: Tensor, keys: Tensor, bias: Tensor) -> Tiles:
+        return cls(queries, keys, bias, _as_slice(queries), _as_slice(keys))
 
     def to(self, target: torch.device | str | torch.dtype) -> Tiles:
         if isinstance(target, torch.dtype):
             return self if self.bias.dtype == target else replace(self, bias=self.bias.to(target))
-        return Tiles(self.queries.to(target), self.keys.to(target), self.bias.to(target))
+        queries, keys, bias = (x.to(target) for x in (self.queries, self.keys, self.bias))
+        return Tiles(queries, keys, bias, self.query_slice, self.key_slice)
 
-    def portions(self, num_heads: int) -> Iterator[Tiles]:
-        """The same tiles, at most MAX_SCORES scores at a time."""
-        scores_per_tile = num_heads * self.queries.shape[1] * self.keys.shape[1]
-        step = max(1, MAX_SCORES // scores_per_tile)
-        for start in range(0, len(self.queries), step):
-            part = slice(start, start + step)
-            yield Tiles(self.queries[part], self.keys[part], self.bias[part])
+    def pick_queries(self, by_head: Tensor) -> Float[Tensor, "batch rows head_dim"]:
+        return self._pick(by_head, self.queries, self.query_slice)
 
-    def operands(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Batched matmul operands, batch = tiles x key/value heads."""
-        kv_heads = key.shape[1]
-        return (
-            _rows(query, self.queries, kv_heads),
-            _rows(key, self.keys, kv_heads),
-            _rows(value, self.keys, kv_heads),
-        )
+    def pick_keys(self, by_head: Tensor) -> Float[Tensor, "batch keys head_dim"]:
+        return self._pick(by_head, self.keys, self.key_slice)
 
-    def put(self, values: Float[Tensor, "batch rows head_dim"], target: Tensor) -> None:
-        """Write what was computed for the queries back to their places in the pack."""
-        num_tiles, tile_size = self.queries.shape
-        by_token = values.view(num_tiles, -1, tile_size, values.shape[1] // tile_size, values.shape[2])
-        target[self.queries] = by_token.transpose(1, 2).reshape(num_tiles, tile_size, *target.shape[1:])
+    def put_queries(self, values: Float[Tensor, "batch rows head_dim"], target: Tensor) -> None:
+        """Write what was computed for the queries to their places."""
+        by_token = values.view(len(target), -1, *target.shape[2:])
+        if self.query_slice is not None:
+            target[:, self.query_slice] = by_token
+        else:
+            target.index_copy_(1, self.queries.view(-1), by_token)
 
     def add_to_keys(self, values: Float[Tensor, "batch keys head_dim"], target: Tensor) -> None:
-        """Add gradients of the keys to their places in the pack; a key may stand in several tiles."""
-        num_tiles, num_keys = self.keys.shape
-        by_token = values.view(num_tiles, -1, num_keys, values.shape[2]).transpose(1, 2)
-        target.index_add_(0, self.keys.view(-1), by_token.reshape(-1, *target.shape[1:]).to(target.dtype))
+        """Add gradients of the keys to their places; a key may stand in several tiles."""
+        by_token = values.view(len(target), -1, *target.shape[2:])
+        if self.key_slice is not None:
+            target[:, self.key_slice] += by_token
+        else:
+            target.index_add_(1, self.keys.view(-1), by_token.to(target.dtype))
+
+    def _pick(self, by_head: Tensor, indices: Tensor, run: slice | None) -> Tensor:
+        picked = by_head[:, run] if run is not None else by_head.index_select(1, indices.view(-1))
+        num_tiles, n = indices.shape
+        return picked.reshape(len(by_head) * num_tiles, n * by_head.shape[2], by_head.shape[3])
 
 
-def _rows(
-    tokens: Float[Tensor, "tokens heads head_dim"], indices: Int64[Tensor, "tiles n"], kv_heads: int
-) -> Float[Tensor, "batch rows head_dim"]:
-    """Gather tokens and lay them out by key/value head: rows = n x heads per key/value head."""
-    num_tiles, n = indices.shape
-    picked = tokens.index_select(0, indices.reshape(-1))
-    by_head = picked.view(num_tiles, n, kv_heads, -1, tokens.shape[2]).permute(0, 2, 1, 3, 4)
-    return by_head.reshape(num_tiles * kv_heads, -1, tokens.shape[2])
+def _as_slice(indices: Tensor) -> slice | None:
+    flat = indices.view(-1)
+    if len(flat) and bool((flat.diff() == 1).all()):
+        return slice(int(flat[0]), int(flat[-1]) + 1)
+    return None
 
 
-def attention_weights(
-    query: Float[Tensor, "batch rows head_dim"],
-    key: Float[Tensor, "batch keys head_dim"],
-    bias: Float[Tensor, "tiles 1 tile_size 1 partial_keys"],
-) -> Float[Tensor, "batch rows keys"]:
-    """softmax(q k / sqrt(d) + bias), the bias on the last keys alone."""
-    num_tiles, _, tile_size, _, num_partial = bias.shape
-    scores = torch.bmm(query * query.shape[-1] ** -0.5, key.transpose(1, 2))
-    if num_partial:
-        by_query = scores.view(num_tiles, -1, tile_size, query.shape[1] // tile_size, key.shape[1])
-        by_query[..., key.shape[1] - num_partial :].add_(bias)
-    return torch.softmax(scores, dim=-1)
+def _portions(all_tiles: list[Tiles], num_heads: int) -> Iterator[Tiles]:
+    """The same tiles, at most MAX_SCORES scores at a time."""
+    for tiles in all_tiles:
+        scores_per_tile = num_heads * tiles.queries.shape[1] * tiles.keys.shape[1]
+        step = max(1, MAX_SCORES // scores_per_tile)
+        if step >= len(tiles.queries):
+            yield tiles
+            continue
+        for start in range(0, len(tiles.queries), step):
+            part = slice(start, start + step)
+            yield Tiles.of(tiles.queries[part], tiles.keys[part], tiles.bias[part])
+
+
+def grouped_attention(
+    query: Float[Tensor, "rows row_length heads head_dim"],
+    key: Float[Tensor, "rows context kv_heads head_dim"],
+    value: Float[Tensor, "rows context kv_heads head_dim"],
+    is_visible: Bool[Tensor, "rows context"],
+) -> Float[Tensor, "rows row_length heads head_dim"]:
+    """Rows against contexts of their own, all tokens of a row seeing the same keys; no gradient."""
+    num_rows, row_length, _, head_dim = query.shape
+    kv_heads = key.shape[2]
+    q = query.view(num_rows, row_length, kv_heads, -1, head_dim).transpose(1, 2)
+    q = q.reshape(num_rows * kv_heads, -1, head_dim)
+    k, v = (x.transpose(1, 2).reshape(num_rows * kv_heads, -1, head_dim) for x in (key, value))
+    scores = torch.bmm(q * _scale(query), k.transpose(1, 2))
+    scores.view(num_rows, -1, scores.shape[2]).masked_fill_(~is_visible[:, None], -torch.inf)
+    mixed = torch.bmm(torch.softmax(scores, dim=-1), v)
+    return mixed.view(num_rows, kv_heads, row_length, -1, head_dim).transpose(1, 2).flatten(2, 3)
 
 
 # -- planning ----------------------------------------------------------------------------------
@@ -165,11 +227,11 @@ def cut_tiles(layout: PackedLayout) -> list[Tiles]:
         tile = _plan_tile(layout, start, min(start + TILE_SIZE, layout.num_tokens))
         by_shape[tile.visible.shape[0], len(tile.keys), tile.visible.shape[1]].append(tile)
     return [
-        Tiles(
+        Tiles.of(
             queries=torch.from_numpy(np.stack([np.arange(t.start, t.start + size) for t in tiles])),
             keys=torch.from_numpy(np.stack([t.keys for t in tiles])),
-            bias=torch.zeros(len(tiles), 1, size, 1, num_partial).masked_fill_(
-                torch.from_numpy(~np.stack([t.visible for t in tiles]))[:, None, :, None], -torch.inf
+            bias=torch.zeros(len(tiles), size, 1, num_partial).masked_fill_(
+                torch.from_numpy(~np.stack([t.visible for t in tiles]))[:, :, None], -torch.inf
             ),
         )
         for (size, _, num_partial), tiles in by_shape.items()
