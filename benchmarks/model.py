@@ -29,6 +29,7 @@ from tstar.model.head import target_log_probs
 from tstar.model.layout import PackedLayout
 from tstar.model.transformer import LanguageModel
 from tstar.partition import Partition
+from tstar.process import keep_freed_memory
 
 SHAPE = {
     "vocab_size": 32_000,
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # for both: they share the process
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.threads} threads")
     for dtype in (torch.float32, torch.bfloat16):
         for num_tokens in arguments.tokens:

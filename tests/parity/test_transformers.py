@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import PEERS, make_model, make_peer
 from torch import Tensor
 
+from tiny_models import PEERS, make_model, make_peer
 from tstar.model.attention import Backend, prepare
 from tstar.model.checkpoint import load_model
 from tstar.model.config import ModelConfig

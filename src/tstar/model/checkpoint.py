@@ -254,8 +254,8 @@ def save_model(
         if carry_from is not None:
             carried |= set(_carry_files(carry_from, partial))
         if code_from is not None:
-            carried |= set(_carry_files(code_from, partial, suffix=".py"))
             config["auto_map"] = _read_json(_model_file(code_from, "config.json")).get("auto_map")
+            carried |= set(_carry_files(code_from, partial, suffix=".py"))
         _write_json(partial / "config.json", _without_absent_code(config, carried))
         if "generation_config.json" not in carried:
             _write_json(partial / "generation_config.json", _generation_config(model.config))

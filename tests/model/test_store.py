@@ -1,0 +1,117 @@
+"""Rows of blocks against the KV store give what the packed forward gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tiny_models import make_config, make_model
+from tstar.model.attention import prepare
+from tstar.model.attention.store import KVStore, StoreRow
+from tstar.model.layout import PackedLayout
+from tstar.partition import Partition
+
+TOLERANCE = {"rtol": 0, "atol": 2e-5}
+
+
+def scattered_pages(num_sequences: int, pages_each: int) -> list[tuple[int, ...]]:
+    """Pages of each sequence, neither contiguous nor in order."""
+    shuffled = torch.randperm(num_sequences * pages_each).tolist()
+    return [tuple(shuffled[i::num_sequences]) for i in range(num_sequences)]
+
+
+@pytest.mark.parametrize("model_type", ["sdar", "sdar_moe", "llama"])
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_block_by_block_equals_the_packed_forward(model_type: str, page_size: int) -> None:
+    """Several sequences, block sizes, origins and offsets, one block of each per forward."""
+    model = make_model(model_type)
+    partitions = [
+        Partition(11, 30, 4),
+        Partition(6, 33, 8, offset=4),
+        Partition(13, 20, 16, origin="sequence"),
+        Partition(0, 41, 32),
+        Partition(9, 5, 1),
+    ]
+    layout = PackedLayout.clean(partitions)
+    token_ids = torch.randint(97, (layout.num_tokens,))
+    expected = model(token_ids, prepare(layout)).split([p.sequence_length for p in partitions])
+    texts = token_ids.split([p.sequence_length for p in partitions])
+
+    store = KVStore(model.config, num_pages=5 * 50, page_size=page_size)
+    pages = scattered_pages(5, 50)
+    for index in range(max(p.num_blocks for p in partitions)):
+        active = [i for i, p in enumerate(partitions) if index < p.num_blocks]
+        blocks = [partitions[i].block(index) for i in active]
+        rows = [StoreRow(b.start, b.stop, pages[i]) for i, b in zip(active, blocks, strict=True)]
+        fed = torch.cat([texts[i][b.slice] for i, b in zip(active, blocks, strict=True)])
+        with torch.no_grad():
+            hidden = model(fed, store.prepare(rows)).split([len(b) for b in blocks])
+        for i, block, got in zip(active, blocks, hidden, strict=True):
+            torch.testing.assert_close(got, expected[i][block.slice], **TOLERANCE)
+
+
+def test_prefill_commit_and_denoising_are_one_forward() -> None:
+    """All blocks of a prompt, the commit of block m and the first denoising step of block m + 1, fed
+    together and in any order, equal the packed [clean | noisy] forward."""
+    model = make_model("sdar")
+    partition = Partition(10, 12, 4)
+    layout = PackedLayout.clean_and_noisy([partition])
+    clean = torch.randint(96, (22,))
+    noisy = torch.full((12,), 96)
+    with torch.no_grad():
+        packed = model(torch.cat([clean, noisy]), prepare(layout))
+    second = partition.blocks[1]
+    blocks = [*partition.prompt_blocks, partition.blocks[0]]
+    store = KVStore(model.config, num_pages=30, page_size=4)
+    rows = [StoreRow(b.start, b.stop, tuple(range(7, 20))) for b in (second, *reversed(blocks))]
+    fed = torch.cat([noisy[:4], *(clean[b.slice] for b in reversed(blocks))])
+    with torch.no_grad():
+        hidden = model(fed, store.prepare(rows))
+    first_noisy_position = 22 + second.start - partition.prompt_length
+    expected = packed[first_noisy_position : first_noisy_position + 4]
+    torch.testing.assert_close(hidden[:4], expected, **TOLERANCE)
+
+
+def test_sequences_can_share_the_pages_of_their_prompt() -> None:
+    model = make_model("sdar")
+    prompt, responses = torch.randint(96, (8,)), torch.randint(96, (2, 4))
+    store = KVStore(model.config, num_pages=8, page_size=4)
+    with torch.no_grad():
+        model(prompt, store.prepare([StoreRow(0, 4, (5, 2)), StoreRow(4, 8, (5, 2))]))
+        rows = [StoreRow(8, 12, (5, 2, 0)), StoreRow(8, 12, (5, 2, 7))]
+        hidden = model(responses.flatten(), store.prepare(rows)).view(2, 4, -1)
+        for response, got in zip(responses, hidden, strict=True):
+            layout = PackedLayout.clean([Partition(8, 4, 4)])
+            expected = model(torch.cat([prompt, response]), prepare(layout))[8:]
+            torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+def test_what_happens_to_one_sequence_does_not_reach_another() -> None:
+    """NaN in one sequence's pages stays there, though short rows are computed beside long ones."""
+    model = make_model("sdar")
+    store = KVStore(model.config, num_pages=100, page_size=2)
+    store.keys[:, 0], store.values[:, 0] = torch.nan, torch.nan
+    rows = [StoreRow(0, 4, (0, 1)), StoreRow(0, 4, (2, 3)), StoreRow(0, 2, (4,))]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = torch.nan
+        token_ids = torch.tensor([0, 0, 0, 0, 5, 6, 7, 8, 9, 10])
+        hidden = model(token_ids, store.prepare(rows))
+    assert hidden[:4].isnan().all()
+    assert hidden[4:].isfinite().all()
+
+
+def test_the_store_says_what_a_token_costs() -> None:
+    config = make_config("sdar")
+    store = KVStore(config, num_pages=3, page_size=5, dtype=torch.bfloat16)
+    total = sum(x.numel() * x.element_size() for x in (store.keys, store.values))
+    assert total == 15 * KVStore.num_bytes_per_token(config, torch.bfloat16)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    store = KVStore(make_config("sdar"), num_pages=4, page_size=4)
+    with pytest.raises(
+        ValueError, match=r"rows\[1\].pages: 2 pages of 4 hold 8 positions; the row ends at 9"
+    ):
+        store.prepare([StoreRow(0, 4, (0,)), StoreRow(5, 9, (1, 2))])
+    with pytest.raises(ValueError, match=r"not \[3, 3\)"):
+        StoreRow(3, 3, (0,))
