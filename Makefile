@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart   show what this machine has and how tstar will use it"
+	@echo "make quickstart   show what this machine has, then what stands so far, in a few seconds"
 	@echo "make test         what CI runs: make check, then every test"
 	@echo "make check        the part of it without tests: format, lint, types, import contracts"
 	@echo "make bench        run every script in benchmarks/"
@@ -29,6 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 quickstart: $(INSTALLED)
 	$(BIN)/tstar doctor
+	$(BIN)/python examples/tour.py
 
 test: check
 	$(BIN)/pytest -q

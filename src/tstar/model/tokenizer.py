@@ -96,8 +96,16 @@ def _check_tokenizer_files(directory: Path) -> None:
         raise UserError(
             f"tokenizer: {path} cannot be read ({_first_line(error)}); copy the file again"
         ) from error
-    if (directory / _SETTINGS_FILE).exists():
-        _read_json(directory / _SETTINGS_FILE)
+    settings = directory / _SETTINGS_FILE
+    if settings.exists():
+        _check_special_tokens(settings, _read_json(settings))
+
+
+def _check_special_tokens(path: Path, settings: Mapping[str, Any]) -> None:
+    """transformers 4 answers such a mistake by asking for the protobuf package."""
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token"):
+        if not isinstance(settings.get(name), str | Mapping | None):
+            raise UserError(f"tokenizer: {path}: {name}: {settings[name]!r} is no token; write its text")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
