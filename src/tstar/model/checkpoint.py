@@ -260,7 +260,9 @@ def save_model(
         if "generation_config.json" not in carried:
             _write_json(partial / "generation_config.json", _generation_config(model.config))
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            from tstar.model.tokenizer import save_tokenizer
+
+            save_tokenizer(tokenizer, partial)
         _write_shards(model, partial, dtype, max_shard_bytes)
 
 
