@@ -78,10 +78,11 @@ def test_outputs_and_gradients_equal_the_plain_softmax(backend: Backend, layout:
     noisy=st.booleans(),
     tile_size=st.sampled_from([1, 7, 32]),
     max_scores=st.sampled_from([1, 4000]),
+    max_kept=st.sampled_from([0, 5000, 10**9]),
 )
 @settings(max_examples=40)
 def test_tiles_of_any_size_give_the_same(
-    specs: list[tuple[int, int, int, bool]], noisy: bool, tile_size: int, max_scores: int
+    specs: list[tuple[int, int, int, bool]], noisy: bool, tile_size: int, max_scores: int, max_kept: int
 ) -> None:
     cut = [Partition(p, r, b, origin="sequence" if s else "response") for p, r, b, s in specs]
     layout = PackedLayout.clean_and_noisy(cut) if noisy else PackedLayout.clean(cut)
@@ -89,6 +90,7 @@ def test_tiles_of_any_size_give_the_same(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiled, "TILE_SIZE", tile_size)
         patch.setattr(tiled, "MAX_SCORES", max_scores)
+        patch.setattr(tiled, "MAX_KEPT_WEIGHTS", max_kept)
         out = prepare(layout, backend="tiled").attend(0, *inputs)
         grads = torch.autograd.grad(out.sin().sum(), inputs)
     expected = plain_attention(*inputs, layout)

@@ -3,8 +3,8 @@
 The pack is cut into tiles of consecutive queries. For each tile the keys are sorted into those that every
 query sees (no mask needed) and those that only some see (an additive mask), found by index arithmetic on
 the layout's ranges; all other keys are never touched. Tiles of equal shape are computed together, two
-batched matmuls around one softmax. The backward pass recomputes the scores, so memory does not grow with
-the square of the length.
+batched matmuls around one softmax. The softmaxes of short packs are kept for the backward pass; those of
+longer ones are recomputed there, so memory does not grow with the square of the length.
 
 Why not torch's own CPU kernel: it takes a dense mask and visits all of it, and in bf16 it runs at a tenth
 of the matmul peak where these matmuls reach a third (`benchmarks/model.py` prints both).
@@ -28,6 +28,8 @@ TILE_SIZE = 96
 """Queries per tile: large enough for matmuls, small enough that few masked scores are computed."""
 KEY_QUANTUM = 32
 """Numbers of keys are rounded to this, so that tiles fall into few shapes."""
+MAX_KEPT_WEIGHTS = 1 << 25
+"""Attention weights that a layer keeps for its backward pass (64 MiB in bf16, 128 MiB in fp32)."""
 MAX_SCORES = 1 << 22
 """Scores computed at once; they should stay in the last-level cache."""
 
@@ -45,32 +47,42 @@ class TiledAttention:
         value: Float[Tensor, "tokens kv_heads head_dim"],
     ) -> Float[Tensor, "tokens heads head_dim"]:
         self._tiles = [tiles.to(query.dtype) for tiles in self._tiles]
-        out: Tensor = _TiledAttention.apply(query, key, value, self._tiles)  # type: ignore[no-untyped-call]
+        will_train = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        max_kept = MAX_KEPT_WEIGHTS if will_train else 0
+        out: Tensor = _TiledAttention.apply(query, key, value, self._tiles, max_kept)  # type: ignore[no-untyped-call]
         return out
 
 
 class _TiledAttention(torch.autograd.Function):
-    """One layer's attention over all tiles, with a backward pass that recomputes the scores.
+    """One layer's attention over all tiles; what it does not keep, its backward pass computes again.
 
     Inside, tensors are head-major: [key/value heads, tokens, heads per key/value head, head_dim], so that
     a run of tokens is a batched matmul's operand as it lies.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, all_tiles: list[Tiles]) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, all_tiles: list[Tiles], max_kept: int
+    ) -> Tensor:
         q, k, v = _head_major(query, key, value)
+        k_columns = k.transpose(1, 3).contiguous()
         out = torch.empty_like(q)
+        ctx.kept, num_kept = [], 0
         for tiles in _portions(all_tiles, query.shape[1]):
-            weights = _weights(tiles.pick_queries(q), tiles.pick_keys(k), tiles.bias)
+            weights = _weights(tiles.pick_queries(q), tiles.pick_key_columns(k, k_columns), tiles.bias)
             tiles.put_queries(torch.bmm(weights, tiles.pick_keys(v)), out)
+            num_kept += weights.numel()
+            if num_kept <= max_kept:
+                ctx.kept.append(weights)
         ctx.save_for_backward(query, key, value)
         ctx.all_tiles = all_tiles
         return _token_major(out)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value = ctx.saved_tensors
         q, k, v = _head_major(query, key, value)
+        k_columns, v_columns = (x.transpose(1, 3).contiguous() for x in (k, v))
         grad = grad_out.reshape(len(grad_out), len(k), -1, grad_out.shape[-1]).transpose(0, 1).contiguous()
         accumulate = torch.promote_types(key.dtype, torch.float32)  # a key is seen from many tiles
         grad_q = torch.empty_like(q)
@@ -78,22 +90,21 @@ class _TiledAttention(torch.autograd.Function):
             torch.zeros_like(k, dtype=accumulate),
             torch.zeros_like(v, dtype=accumulate),
         )
-        for tiles in _portions(ctx.all_tiles, query.shape[1]):
-            q_tile, k_tile = tiles.pick_queries(q), tiles.pick_keys(k)
-            grad_tile = tiles.pick_queries(grad)
-            weights = _weights(q_tile, k_tile, tiles.bias)
+        for portion, tiles in enumerate(_portions(ctx.all_tiles, query.shape[1])):
+            q_tile, grad_tile = tiles.pick_queries(q), tiles.pick_queries(grad)
+            is_kept = portion < len(ctx.kept)
+            if is_kept:
+                weights = ctx.kept[portion]
+            else:
+                weights = _weights(q_tile, tiles.pick_key_columns(k, k_columns), tiles.bias)
             tiles.add_to_keys(torch.bmm(weights.transpose(1, 2), grad_tile), grad_v)
-            grad_weights = torch.bmm(grad_tile, tiles.pick_keys(v).transpose(1, 2))
+            grad_weights = torch.bmm(grad_tile, tiles.pick_key_columns(v, v_columns))
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-            tiles.put_queries(torch.bmm(grad_scores, k_tile), grad_q)
+            tiles.put_queries(torch.bmm(grad_scores, tiles.pick_keys(k)), grad_q)
             tiles.add_to_keys(torch.bmm(grad_scores.transpose(1, 2), q_tile), grad_k)
         grad_query = _token_major(grad_q.mul_(_scale(query)))
-        return (
-            grad_query,
-            _token_major(grad_k.to(key.dtype)),
-            _token_major(grad_v.to(key.dtype)),
-            None,
-        )
+        grad_key, grad_value = (_token_major(x.to(key.dtype)) for x in (grad_k, grad_v))
+        return grad_query, grad_key, grad_value, None, None
 
 
 def _scale(query: Tensor) -> float:
@@ -115,15 +126,15 @@ def _token_major(by_head: Tensor) -> Tensor:
 
 def _weights(
     query: Float[Tensor, "batch rows head_dim"],
-    key: Float[Tensor, "batch keys head_dim"],
+    key_columns: Float[Tensor, "batch head_dim keys"],
     bias: Float[Tensor, "tiles tile_size 1 partial_keys"],
 ) -> Float[Tensor, "batch rows keys"]:
     """softmax(q k + bias), the bias on the last keys alone; batch = key/value heads x tiles."""
-    scores = torch.bmm(query, key.transpose(1, 2))
+    scores = torch.bmm(query, key_columns)
     num_tiles, tile_size, _, num_partial = bias.shape
     if num_partial:
-        by_query = scores.view(-1, num_tiles, tile_size, query.shape[1] // tile_size, key.shape[1])
-        by_query[..., key.shape[1] - num_partial :].add_(bias)
+        by_query = scores.view(-1, num_tiles, tile_size, query.shape[1] // tile_size, scores.shape[2])
+        by_query[..., scores.shape[2] - num_partial :].add_(bias)
     return torch.softmax(scores, dim=-1)
 
 
@@ -156,6 +167,12 @@ class Tiles:
 
     def pick_keys(self, by_head: Tensor) -> Float[Tensor, "batch keys head_dim"]:
         return self._pick(by_head, self.keys, self.key_slice)
+
+    def pick_key_columns(self, by_head: Tensor, columns: Tensor) -> Float[Tensor, "batch head_dim keys"]:
+        """The keys as columns, from the form (rows, or [kv_heads, head_dim, 1, tokens]) that needs no copy."""
+        if self.key_slice is not None and len(self.keys) == 1:
+            return columns[:, :, 0, self.key_slice]
+        return self.pick_keys(by_head).transpose(1, 2)
 
     def put_queries(self, values: Float[Tensor, "batch rows head_dim"], target: Tensor) -> None:
         """Write what was computed for the queries to their places."""
