@@ -180,7 +180,12 @@ def test_a_fresh_model_says_where_it_stops(tmp_path: Path) -> None:
 # -- atomic writing ----------------------------------------------------------------------------
 
 
-def test_an_existing_directory_is_left_alone_unless_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_existing_directory_is_left_alone_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(checkpoint, "_exchange", lambda _one, _other: False)
     save_model(make_model("sdar"), tmp_path / "model")
     with pytest.raises(UserError, match="exists already"):
         save_model(make_model("llama"), tmp_path / "model")
@@ -188,6 +193,17 @@ def test_an_existing_directory_is_left_alone_unless_asked(tmp_path: Path) -> Non
     save_model(make_model("llama"), tmp_path / "model", overwrite=True)
     assert load_model(tmp_path / "model").config.model_type == "llama"
     assert [p.name for p in tmp_path.iterdir()] == ["model"], "nothing temporary is left"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
+def test_overwriting_leaves_no_moment_without_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new" / "weights").touch()
+    assert checkpoint._exchange(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old" / "weights").exists()
+    assert not (tmp_path / "new" / "weights").exists()
+    assert not checkpoint._exchange(tmp_path / "nowhere", tmp_path / "old")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -41,6 +41,18 @@ def test_bf16_gives_fp32_log_probs() -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("max_kept", [0, 10**9])
+def test_a_frozen_head_gives_the_gradient_of_the_hidden_states(
+    monkeypatch: pytest.MonkeyPatch, max_kept: int
+) -> None:
+    monkeypatch.setattr(head, "MAX_KEPT_LOGITS", max_kept)
+    hidden, weight = torch.randn(9, 6, dtype=torch.float64, requires_grad=True), torch.randn(31, 6).double()
+    targets = torch.randint(31, (9,))
+    (grad,) = torch.autograd.grad(target_log_probs(hidden, weight, targets).sum(), hidden)
+    expected = torch.log_softmax(hidden @ weight.T, -1).gather(1, targets[:, None]).sum()
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, hidden)[0], rtol=0, atol=1e-12)
+
+
 def test_nothing_is_kept_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
     new_empty = torch.Tensor.new_empty

@@ -7,6 +7,7 @@ that takes its name at the end: a reader sees the whole checkpoint or none.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -287,9 +288,13 @@ def _replacing(directory: Path) -> Iterator[Path]:
 
 
 def _swap_in(partial: Path, directory: Path) -> None:
+    """Give the new directory its name; the old one, if any, goes with the temporary ones."""
     if not directory.exists():
         partial.rename(directory)
         return
+    if _exchange(partial, directory):
+        return
+    # Where names cannot be exchanged there is a moment without a directory; the old one is kept beside.
     previous = Path(tempfile.mkdtemp(prefix=f".{directory.name}.previous-", dir=directory.parent))
     directory.rename(previous / directory.name)
     try:
@@ -299,6 +304,16 @@ def _swap_in(partial: Path, directory: Path) -> None:
         raise
     finally:
         shutil.rmtree(previous, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step (Linux's renameat2); False where system or file system cannot."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "renameat2"):
+        return False
+    working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    names = (os.fsencode(path.absolute()) for path in (one, other))
+    return bool(libc.renameat2(working_directory, next(names), working_directory, next(names), exchange) == 0)
 
 
 def _flush_to_disk(paths: Iterable[Path]) -> None:

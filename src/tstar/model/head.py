@@ -49,7 +49,7 @@ class _TargetLogProbs(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, weight, targets = ctx.saved_tensors
         kept, ctx.kept = (
             ctx.kept,
@@ -57,7 +57,9 @@ class _TargetLogProbs(torch.autograd.Function):
         )  # overwritten below: good for one use
         grad_hidden = torch.empty_like(hidden)
         # Later portions are summed in fp32: in bf16 they would vanish beside the sum so far.
-        recomputed = torch.zeros_like(weight, dtype=grad.dtype) if len(kept) < len(targets) else None
+        wants_weight = ctx.needs_input_grad[1]  # not so where adapters alone are trained
+        is_split = wants_weight and len(kept) < len(targets)
+        recomputed = torch.zeros_like(weight, dtype=grad.dtype) if is_split else None
         for rows in _portions(len(targets), len(kept), len(weight)):
             is_kept = rows.stop <= len(kept)
             # d log p(target) / d logits = onehot(target) - softmax(logits)
@@ -65,12 +67,12 @@ class _TargetLogProbs(torch.autograd.Function):
             own = grad[rows].to(hidden.dtype)[:, None]
             grad_logits.mul_(-own).scatter_add_(1, targets[rows, None], own)
             grad_hidden[rows] = grad_logits @ weight
-            if is_kept:
+            if is_kept and wants_weight:
                 kept[rows] = grad_logits
             elif recomputed is not None:
                 recomputed += grad_logits.T @ hidden[rows]
-        grad_weight = kept.T @ hidden[: len(kept)]
-        if recomputed is not None:
+        grad_weight = kept.T @ hidden[: len(kept)] if wants_weight else None
+        if grad_weight is not None and recomputed is not None:
             grad_weight = (recomputed + grad_weight).to(weight.dtype)
         return grad_hidden, grad_weight, None, None
 
