@@ -1,8 +1,8 @@
 """The command line: the only wiring, and the only place that prints.
 
-A command is a frozen dataclass: its fields are the options, the docstrings are the help, `run` does
-the work. To add one, write it here and name it in COMMANDS. Whatever is heavy is imported inside
-`run`, so that `tstar --help` answers at once.
+A command is a frozen dataclass in a module of its own: its fields are the options, the docstrings are the
+help, `run` does the work. To add one, write it and name it in COMMANDS. Whatever is heavy is imported
+inside `run`, so that `tstar --help` answers at once.
 
 Commands run after tyro has returned, not inside it: tyro takes a ValueError for a usage error, and
 a bug must not look like one.
@@ -13,13 +13,13 @@ import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import tyro
 
 from tstar import __version__
+from tstar.cli.doctor import Doctor
+from tstar.cli.export import Export
 from tstar.errors import UserError
 
 DESCRIPTION = """Train block-diffusion language models to decode in larger blocks.
@@ -33,68 +33,6 @@ class Command(Protocol):
 
     def run(self) -> None:
         """Do it. A mistake of the user raises UserError."""
-
-
-@dataclass(frozen=True)
-class Doctor:
-    """Show what this machine has, how tstar will use it, and what stands in the way."""
-
-    json: bool = False
-    """Print one JSON object instead of tables."""
-
-    def run(self) -> None:
-        from rich.console import Console
-
-        from tstar import doctor
-
-        report = doctor.examine()
-        if self.json:
-            print(doctor.to_json(report))
-        else:
-            Console().print(doctor.to_table(report))
-
-
-@dataclass(frozen=True)
-class Export:
-    """Write a model directory in another precision or shard size.
-
-    Tokenizer, chat template, generation config and the model's own Python files are carried over as they
-    are; none of them is run. What is written loads in transformers, SGLang and LMDeploy."""
-
-    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
-    """Model directory to read."""
-    target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TARGET")]
-    """Directory to write."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Precision of the written weights. Default: as stored."""
-    shard_size: str = "5GB"
-    """Largest weight file, like 5GB, 500MB or 2GiB."""
-    remote_code: Path | None = None
-    """Model directory whose *.py files and auto_map to add, where the source has none of its own."""
-    overwrite: bool = False
-    """Replace the target if it exists."""
-    push: str | None = None
-    """Also upload to this Hub repository, OWNER/NAME."""
-    private: bool = False
-    """With --push: make a new repository private."""
-
-    def run(self) -> None:
-        from tstar import export
-
-        exported = export.export_model(
-            self.source,
-            self.target,
-            dtype=self.dtype,
-            shard_size=self.shard_size,
-            remote_code=self.remote_code,
-            overwrite=self.overwrite,
-        )
-        print(
-            f"{exported.directory}: {exported.num_parameters:,} parameters, "
-            f"{exported.num_bytes / 1e6:,.1f} MB in {len(exported.files)} files"
-        )
-        if self.push is not None:
-            print(export.push_to_hub(self.target, self.push, private=self.private))
 
 
 COMMANDS: Mapping[str, type[Command]] = {
