@@ -129,3 +129,9 @@ def test_another_version_is_refused() -> None:
     record = {**json.loads(GOOD.to_json()), "version": 99}
     with pytest.raises(ValueError, match="version: 99 is not this program's 1"):
         Trajectory.from_json(json.dumps(record))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_temperature_that_divides_no_logits_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match=f"temperature: {temperature} divides no logits"):
+        replace(GOOD, temperature=temperature)

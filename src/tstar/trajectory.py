@@ -54,6 +54,8 @@ class Trajectory:
     forwards: ForwardCounts
     weight_version: int
     seed: int
+    temperature: float = 1.0
+    """What the logits were divided by before ``log_probs`` were read; replay reads them the same way."""
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -124,6 +126,10 @@ class Trajectory:
             raise ValueError(f"log_probs[{index}]: {self.log_probs[index]} is no log-probability")
         if self.finish_reason not in ("stop", "length"):
             raise ValueError(f"finish_reason: {self.finish_reason!r} is unknown; use 'stop' or 'length'")
+        if not (np.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(
+                f"temperature: {self.temperature} divides no logits; greedy decoding records 1.0"
+            )
 
     # -- JSON ----------------------------------------------------------------------------------
 
@@ -141,6 +147,7 @@ class Trajectory:
             "forwards": asdict(self.forwards),
             "weight_version": self.weight_version,
             "seed": self.seed,
+            "temperature": self.temperature,
         }
         return json.dumps(record, separators=(",", ":"))
 
@@ -163,6 +170,7 @@ class Trajectory:
             forwards=ForwardCounts(**record["forwards"]),
             weight_version=record["weight_version"],
             seed=record["seed"],
+            temperature=record["temperature"],
         )
 
 
