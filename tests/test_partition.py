@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tstar.partition import Partition
+from tstar.partition import Partition, PartitionRule
 
 
 def paper_standard(length: int, block_size: int) -> list[list[int]]:
@@ -215,3 +216,19 @@ def test_partitions_are_values() -> None:
     assert Partition(3, 5, 4) == Partition(np.int64(3), 5, 4)  # type: ignore[arg-type]
     assert hash(Partition(3, 5, 4)) == hash(Partition(3, 5, 4))
     assert Partition(3, 5, 4) != Partition(3, 5, 4, offset=2)
+
+
+@given(st.integers(0, 20), st.integers(0, 40), st.integers(1, 9), st.sampled_from(["response", "sequence"]))
+def test_a_rule_cuts_as_the_partition_does(prompt: int, length: int, block_size: int, origin: Any) -> None:
+    rule = PartitionRule(2 * block_size, origin=origin)
+    assert rule.cut(prompt, length) == Partition(prompt, length, 2 * block_size, origin=origin)
+    assert rule.half_shifted().cut(prompt, length) == rule.cut(prompt, length).half_shifted()
+
+
+def test_a_rule_is_refused_as_the_partition_is() -> None:
+    with pytest.raises(ValueError, match="block_size: 0 is too small"):
+        PartitionRule(0)
+    with pytest.raises(ValueError, match="offset: 4 does not fit block_size 4"):
+        PartitionRule(4, offset=4)
+    with pytest.raises(ValueError, match="block_size: 3 is odd"):
+        PartitionRule(3).half_shifted()

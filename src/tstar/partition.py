@@ -201,6 +201,28 @@ class Partition:
         return _num_blocks(self.prompt_length, self.block_size, 0)
 
 
+@dataclass(frozen=True)
+class PartitionRule:
+    """How to cut sequences whose lengths are not known yet: what a sampler, a trainer and an evaluation
+    are given, and agree on by being given the same."""
+
+    block_size: int
+    offset: int = 0
+    origin: Origin = "response"
+
+    def __post_init__(self) -> None:
+        rule = self.cut(0, 0)  # refused here, by the same words as there
+        object.__setattr__(self, "block_size", rule.block_size)
+        object.__setattr__(self, "offset", rule.offset)
+
+    def cut(self, prompt_length: int, response_length: int) -> Partition:
+        return Partition(prompt_length, response_length, self.block_size, self.offset, self.origin)
+
+    def half_shifted(self) -> PartitionRule:
+        """The same rule for P_B^(B/2), the shifted partition of Alg. 1."""
+        return replace(self, offset=self.cut(0, 0).half_shifted().offset)
+
+
 def _num_blocks(length: int, block_size: int, offset: int) -> int:
     return (length + (-offset % block_size) + block_size - 1) // block_size if length else 0
 

@@ -103,6 +103,17 @@ def test_only_chosen_positions_reach_the_lm_head() -> None:
     torch.testing.assert_close(model.logits(hidden[chosen]), model.logits(hidden)[chosen])
 
 
+@pytest.mark.parametrize("model_type", ["sdar", "sdar_moe"])
+def test_the_last_layer_finishes_only_what_is_read(model_type: str) -> None:
+    model = make_model(model_type)
+    attention = prepare(PackedLayout.clean([Partition(5, 12, 4)]))
+    token_ids, chosen = torch.randint(97, (17,)), torch.tensor([16, 3, 3])
+    finished: list[int] = []
+    model.model.layers[-1].mlp.register_forward_hook(lambda _, args, __: finished.append(len(args[0])))
+    torch.testing.assert_close(model(token_ids, attention, chosen), model(token_ids, attention)[chosen])
+    assert finished == [3, 17]
+
+
 def test_bf16_stays_near_transformers_bf16(tmp_path: Path) -> None:
     """Both round; ours may not be further from the fp32 truth than theirs."""
     exact = make_peer("qwen3")

@@ -29,10 +29,15 @@ class LanguageModel(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
-        self, token_ids: Int64[Tensor, " tokens"], attention: Attention
-    ) -> Float[Tensor, "tokens hidden"]:
-        """Last hidden states, after the final norm."""
-        hidden: Tensor = self.model(token_ids, attention)
+        self,
+        token_ids: Int64[Tensor, " tokens"],
+        attention: Attention,
+        read: Int64[Tensor, " chosen"] | None = None,
+    ) -> Float[Tensor, "chosen hidden"]:
+        """Last hidden states, after the final norm: those at the indices `read`, or all of them.
+
+        The last layer does no work behind its attention for tokens that nobody reads."""
+        hidden: Tensor = self.model(token_ids, attention, read)
         return hidden
 
     def logits(self, hidden: Float[Tensor, "chosen hidden"]) -> Float[Tensor, "chosen vocab"]:
@@ -71,12 +76,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, token_ids: Int64[Tensor, " tokens"], attention: Attention
-    ) -> Float[Tensor, "tokens hidden"]:
+        self,
+        token_ids: Int64[Tensor, " tokens"],
+        attention: Attention,
+        read: Int64[Tensor, " chosen"] | None = None,
+    ) -> Float[Tensor, "chosen hidden"]:
         hidden: Tensor = self.embed_tokens(token_ids)
         angles = rotary_angles(self.config, attention.positions, hidden.dtype)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             hidden = layer(hidden, angles, attention)
+        hidden = self.layers[-1](hidden, angles, attention, read)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -91,9 +100,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, hidden: Float[Tensor, "tokens hidden"], angles: RotaryAngles, attention: Attention
-    ) -> Float[Tensor, "tokens hidden"]:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, attention)
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        angles: RotaryAngles,
+        attention: Attention,
+        read: Int64[Tensor, " chosen"] | None = None,
+    ) -> Float[Tensor, "chosen hidden"]:
+        mixed = self.self_attn(self.input_layernorm(hidden), angles, attention, read)
+        hidden = mixed + (hidden if read is None else hidden[read])
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
@@ -117,15 +131,19 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(
-        self, hidden: Float[Tensor, "tokens hidden"], angles: RotaryAngles, attention: Attention
-    ) -> Float[Tensor, "tokens hidden"]:
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        angles: RotaryAngles,
+        attention: Attention,
+        read: Int64[Tensor, " chosen"] | None = None,
+    ) -> Float[Tensor, "chosen hidden"]:
         query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))
         key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))
         value = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
         if self.has_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         mixed = attention.attend(self.index, rotate(query, angles), rotate(key, angles), value)
-        out: Tensor = self.o_proj(mixed.flatten(-2))
+        out: Tensor = self.o_proj((mixed if read is None else mixed[read]).flatten(-2))
         return out
 
 
