@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tstar.model import head
-from tstar.model.head import target_log_probs
+from tstar.model.head import target_log_probs, target_scores
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,74 @@ def test_no_chosen_position_is_no_work() -> None:
     target_log_probs(hidden, weight, torch.zeros(0, dtype=torch.int64)).sum().backward()
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+def slow_scores(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float | torch.Tensor,
+    excluded: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One position at a time, over the vocabulary without the excluded token."""
+    log_probs, entropies = [], []
+    allowed = torch.tensor([v for v in range(len(weight)) if v != excluded])
+    for row in range(len(hidden)):
+        own = temperature[row] if isinstance(temperature, torch.Tensor) else temperature
+        distribution = torch.distributions.Categorical(logits=(weight[allowed] @ hidden[row]) / own)
+        log_probs.append(distribution.log_prob((allowed == targets[row]).nonzero()[0, 0]))
+        entropies.append(distribution.entropy())
+    return torch.stack(log_probs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("excluded", [None, 17])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, torch.linspace(0.5, 2.0, 50, dtype=torch.float64)])
+@pytest.mark.parametrize(("max_logits", "max_kept"), [(10**9, 10**9), (310, 700), (310, 0)])
+def test_temperature_exclusion_and_entropy_equal_the_slow_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+    excluded: int | None,
+    temperature: float | torch.Tensor,
+    max_logits: int,
+    max_kept: int,
+) -> None:
+    monkeypatch.setattr(head, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(head, "MAX_KEPT_LOGITS", max_kept)
+    hidden = torch.randn(50, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(31, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(17, (50,))
+    expected = slow_scores(hidden, weight, targets, temperature, excluded)
+    with torch.no_grad():
+        scores = target_scores(hidden, weight, targets, temperature, excluded)
+    torch.testing.assert_close(tuple(scores), expected, rtol=0, atol=1e-12)
+
+    upstream = torch.randn(2, 50, dtype=torch.float64)
+    for used in ([0], [1], [0, 1]):
+        if used == [0]:
+            out = [target_log_probs(hidden, weight, targets, temperature, excluded)]
+        else:
+            scores = target_scores(hidden, weight, targets, temperature, excluded)
+            out = [scores[i] for i in used]
+        grads = torch.autograd.grad(out, [hidden, weight], [upstream[i] for i in used])
+        expected_grads = torch.autograd.grad(
+            [expected[i] for i in used], [hidden, weight], [upstream[i] for i in used], retain_graph=True
+        )
+        torch.testing.assert_close(grads, expected_grads, rtol=0, atol=1e-12)
+
+
+def test_a_distribution_of_one_token_has_no_entropy_and_a_finite_gradient() -> None:
+    """exp(log p) rounds to 0 and to 1 there: nothing may become NaN."""
+    hidden = torch.ones(2, 4, requires_grad=True)
+    weight = torch.tensor([[1e4] * 4, [0.0] * 4, [-1e4] * 4])
+    scores = target_scores(hidden, weight, torch.tensor([0, 1]), temperature=0.5, excluded=2)
+    assert scores.entropies.tolist() == [0.0, 0.0]
+    (grad,) = torch.autograd.grad(scores.entropies.sum() + scores.log_probs.sum(), hidden)
+    assert torch.isfinite(grad).all()
+
+
+def test_bf16_takes_its_softmax_in_fp32_at_any_temperature() -> None:
+    hidden, weight = torch.randn(40, 16).bfloat16(), torch.randn(100, 16).bfloat16()
+    scores = target_scores(hidden, weight, torch.arange(40), temperature=0.3, excluded=99)
+    logits = (hidden @ weight.T).float()[:, :99] / 0.3
+    expected = torch.log_softmax(logits, -1)
+    torch.testing.assert_close(scores.log_probs, expected[range(40), range(40)], rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores.entropies, -(expected.exp() * expected).sum(-1), rtol=0, atol=1e-5)

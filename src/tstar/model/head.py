@@ -3,12 +3,16 @@
 The LM head is applied to a portion of the chosen hidden states at a time. The first portions keep their
 logits for the backward pass, up to a fixed number; the others compute them again there. Peak memory is
 that number, whatever the vocabulary and the number of tokens.
+
+The distribution is the one that the engine samples from before top-k and top-p: logits over a
+temperature, without a token that is never drawn (the mask token).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -20,37 +24,125 @@ MAX_KEPT_LOGITS = 1 << 26
 """Logits kept for the backward pass (256 MiB in fp32): small inputs pay no second LM head."""
 
 
+class TargetScores(NamedTuple):
+    """What is read of the distribution at each chosen position."""
+
+    log_probs: Float[Tensor, " chosen"]
+    """Of the targets."""
+    entropies: Float[Tensor, " chosen"]
+    """Of the whole distribution, in nats."""
+
+
 def target_log_probs(
     hidden: Float[Tensor, "chosen hidden"],
     output_weight: Float[Tensor, "vocab hidden"],
     targets: Int64[Tensor, " chosen"],
+    temperature: float | Float[Tensor, " chosen"] = 1.0,
+    excluded: int | None = None,
 ) -> Float[Tensor, " chosen"]:
-    """log softmax(hidden · weightᵀ)[target] for each chosen position, in fp32 (or better)."""
-    will_train = torch.is_grad_enabled() and (hidden.requires_grad or output_weight.requires_grad)
-    num_kept = min(MAX_KEPT_LOGITS // len(output_weight), len(targets)) if will_train else 0
-    out: Tensor = _TargetLogProbs.apply(hidden, output_weight, targets, num_kept)  # type: ignore[no-untyped-call]
-    return out
+    """log softmax(hidden · weightᵀ / temperature)[target] for each chosen position, in fp32 (or better).
+
+    `excluded` is taken out of the vocabulary: its probability is 0, the others' sum is 1.
+    """
+    distribution = _Distribution(temperature, excluded)
+    return _score(hidden, output_weight, targets, distribution, wants_entropy=False).log_probs
 
 
-class _TargetLogProbs(torch.autograd.Function):
+def target_scores(
+    hidden: Float[Tensor, "chosen hidden"],
+    output_weight: Float[Tensor, "vocab hidden"],
+    targets: Int64[Tensor, " chosen"],
+    temperature: float | Float[Tensor, " chosen"] = 1.0,
+    excluded: int | None = None,
+) -> TargetScores:
+    """`target_log_probs` and the entropy of the same distribution, from the same logits."""
+    distribution = _Distribution(temperature, excluded)
+    return _score(hidden, output_weight, targets, distribution, wants_entropy=True)
+
+
+@dataclass(frozen=True)
+class _Distribution:
+    """How logits become a distribution."""
+
+    temperature: float | Tensor
+    excluded: int | None
+
+    def scale(self, logits: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Logits to take a softmax of. The excluded column is overwritten in place, which a second call
+        on kept logits may repeat; a temperature makes new ones, in `dtype`.
+        """
+        if self.excluded is not None:
+            logits[:, self.excluded] = -torch.inf
+        if isinstance(self.temperature, float) and self.temperature == 1.0:
+            return logits
+        return logits.to(dtype) / self._column(rows)
+
+    def unscale(self, grad: Tensor, rows: slice) -> Tensor:
+        """The gradient of scaled logits, a row's factor at a time, as one of the raw logits."""
+        return grad / self._column(rows)
+
+    def hide_infinity(self, log_probs: Tensor) -> None:
+        """0 for the excluded token's log-prob, in place: 0 · log 0 is 0 in an entropy, and not NaN."""
+        if self.excluded is not None:
+            log_probs[:, self.excluded] = 0.0
+
+    def _column(self, rows: slice) -> float | Tensor:
+        if isinstance(self.temperature, Tensor):
+            return self.temperature[rows, None]
+        return self.temperature
+
+
+def _score(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    distribution: _Distribution,
+    wants_entropy: bool,
+) -> TargetScores:
+    will_train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    num_kept = min(MAX_KEPT_LOGITS // len(weight), len(targets)) if will_train else 0
+    return TargetScores(
+        *_TargetScores.apply(hidden, weight, targets, distribution, num_kept, wants_entropy)  # type: ignore[no-untyped-call]
+    )
+
+
+class _TargetScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, num_kept: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        distribution: _Distribution,
+        num_kept: int,
+        wants_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         out = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
+        entropies = torch.empty(len(targets) if wants_entropy else 0, dtype=dtype, device=hidden.device)
         ctx.kept = hidden.new_empty(num_kept, len(weight))
         for rows in _portions(len(targets), len(ctx.kept), len(weight)):
             if rows.stop <= len(ctx.kept):
                 logits = torch.mm(hidden[rows], weight.T, out=ctx.kept[rows])
             else:
                 logits = hidden[rows] @ weight.T
-            log_probs = torch.log_softmax(logits, dim=-1, dtype=dtype)
+            log_probs = torch.log_softmax(distribution.scale(logits, rows, dtype), dim=-1, dtype=dtype)
             out[rows] = log_probs.gather(1, targets[rows, None])[:, 0]
-        ctx.save_for_backward(hidden, weight, targets)
-        return out
+            if wants_entropy:
+                probabilities = log_probs.exp()
+                distribution.hide_infinity(log_probs)
+                entropies[rows] = -torch.linalg.vecdot(probabilities, log_probs)
+        ctx.save_for_backward(hidden, weight, targets, entropies)
+        ctx.distribution = distribution
+        ctx.set_materialize_grads(False)
+        return out, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden, weight, targets = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, entropies = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(entropies)
+        gradient = _LogitGradient(ctx.distribution, targets, grad, grad_entropy, entropies)
         kept, ctx.kept = (
             ctx.kept,
             hidden.new_empty(0, len(weight)),
@@ -62,10 +154,7 @@ class _TargetLogProbs(torch.autograd.Function):
         recomputed = torch.zeros_like(weight, dtype=grad.dtype) if is_split else None
         for rows in _portions(len(targets), len(kept), len(weight)):
             is_kept = rows.stop <= len(kept)
-            # d log p(target) / d logits = onehot(target) - softmax(logits)
-            grad_logits = torch.softmax(kept[rows] if is_kept else hidden[rows] @ weight.T, dim=-1)
-            own = grad[rows].to(hidden.dtype)[:, None]
-            grad_logits.mul_(-own).scatter_add_(1, targets[rows, None], own)
+            grad_logits = gradient.of(kept[rows] if is_kept else hidden[rows] @ weight.T, rows)
             grad_hidden[rows] = grad_logits @ weight
             if is_kept and wants_weight:
                 kept[rows] = grad_logits
@@ -74,7 +163,33 @@ class _TargetLogProbs(torch.autograd.Function):
         grad_weight = kept.T @ hidden[: len(kept)] if wants_weight else None
         if grad_weight is not None and recomputed is not None:
             grad_weight = (recomputed + grad_weight).to(weight.dtype)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _LogitGradient:
+    """From the gradients of log-probs and entropies to that of the logits."""
+
+    distribution: _Distribution
+    targets: Tensor
+    grad: Tensor
+    grad_entropy: Tensor | None
+    entropies: Tensor
+
+    def of(self, logits: Tensor, rows: slice) -> Tensor:
+        """d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)."""
+        scaled = self.distribution.scale(logits, rows, self.grad.dtype)
+        own = self.distribution.unscale(self.grad[rows, None], rows)
+        if self.grad_entropy is None:
+            grad_logits = torch.softmax(scaled, dim=-1).to(logits.dtype).mul_(-own.to(logits.dtype))
+        else:
+            own_entropy = self.distribution.unscale(self.grad_entropy[rows, None], rows)
+            log_probs = torch.log_softmax(scaled, dim=-1, dtype=self.grad.dtype)
+            probabilities = log_probs.exp()
+            self.distribution.hide_infinity(log_probs)
+            pull = log_probs.add_(self.entropies[rows, None]).mul_(-own_entropy).sub_(own)
+            grad_logits = probabilities.mul_(pull).to(logits.dtype)
+        return grad_logits.scatter_add_(1, self.targets[rows, None], own.to(logits.dtype))
 
 
 def _portions(num_rows: int, num_kept: int, vocab_size: int) -> Iterator[slice]:
