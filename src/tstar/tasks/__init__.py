@@ -1,0 +1,1 @@
+"""Built-in tasks: generated, verifiable, graded by levels, nothing to download."""
