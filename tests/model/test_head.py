@@ -16,8 +16,7 @@ def test_values_and_gradients_equal_the_whole_softmax(
     monkeypatch: pytest.MonkeyPatch, max_logits: int, max_kept: int
 ) -> None:
     """Whole, in portions, with all, some or none of the logits kept."""
-    monkeypatch.setattr(head, "MAX_LOGITS", max_logits)
-    monkeypatch.setattr(head, "MAX_KEPT_LOGITS", max_kept)
+    monkeypatch.setattr(head, "CPU_LIMITS", head.LogitLimits(max_logits, max_kept))
     hidden = torch.randn(50, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(31, 6, dtype=torch.float64, requires_grad=True)
     targets, upstream = torch.randint(31, (50,)), torch.randn(50, dtype=torch.float64)
@@ -45,7 +44,7 @@ def test_bf16_gives_fp32_log_probs() -> None:
 def test_a_frozen_head_gives_the_gradient_of_the_hidden_states(
     monkeypatch: pytest.MonkeyPatch, max_kept: int
 ) -> None:
-    monkeypatch.setattr(head, "MAX_KEPT_LOGITS", max_kept)
+    monkeypatch.setattr(head, "CPU_LIMITS", head.CPU_LIMITS._replace(kept=max_kept))
     hidden, weight = torch.randn(9, 6, dtype=torch.float64, requires_grad=True), torch.randn(31, 6).double()
     targets = torch.randint(31, (9,))
     (grad,) = torch.autograd.grad(target_log_probs(hidden, weight, targets).sum(), hidden)
@@ -104,8 +103,7 @@ def test_temperature_exclusion_and_entropy_equal_the_slow_distribution(
     max_logits: int,
     max_kept: int,
 ) -> None:
-    monkeypatch.setattr(head, "MAX_LOGITS", max_logits)
-    monkeypatch.setattr(head, "MAX_KEPT_LOGITS", max_kept)
+    monkeypatch.setattr(head, "CPU_LIMITS", head.LogitLimits(max_logits, max_kept))
     hidden = torch.randn(50, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(31, 6, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(17, (50,))

@@ -18,10 +18,20 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-MAX_LOGITS = 1 << 23
-"""Logits of one portion: large enough for full matmul speed, small enough for the last-level cache."""
-MAX_KEPT_LOGITS = 1 << 26
-"""Logits kept for the backward pass (256 MiB in fp32): small inputs pay no second LM head."""
+
+class LogitLimits(NamedTuple):
+    """How many logits may stand in memory at once."""
+
+    portion: int
+    """Of one portion: large enough for full matmul speed."""
+    kept: int
+    """For the backward pass: small inputs pay no second LM head."""
+
+
+CPU_LIMITS = LogitLimits(portion=1 << 23, kept=1 << 26)
+"""A portion that stays in the last-level cache; 256 MiB in fp32."""
+GPU_LIMITS = LogitLimits(portion=1 << 27, kept=1 << 30)
+"""0.25 and 2 GiB in bf16. With the CPU's, SDAR-1.7B's head is 8 times slower on an H200 (docs/log.md)."""
 
 
 class TargetScores(NamedTuple):
@@ -100,7 +110,7 @@ def _score(
     wants_entropy: bool,
 ) -> TargetScores:
     will_train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    num_kept = min(MAX_KEPT_LOGITS // len(weight), len(targets)) if will_train else 0
+    num_kept = min(_limits(hidden).kept // len(weight), len(targets)) if will_train else 0
     return TargetScores(
         *_TargetScores.apply(hidden, weight, targets, distribution, num_kept, wants_entropy)  # type: ignore[no-untyped-call]
     )
@@ -121,7 +131,7 @@ class _TargetScores(torch.autograd.Function):
         out = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
         entropies = torch.empty(len(targets) if wants_entropy else 0, dtype=dtype, device=hidden.device)
         ctx.kept = hidden.new_empty(num_kept, len(weight))
-        for rows in _portions(len(targets), len(ctx.kept), len(weight)):
+        for rows in _portions(hidden, len(ctx.kept), len(weight)):
             if rows.stop <= len(ctx.kept):
                 logits = torch.mm(hidden[rows], weight.T, out=ctx.kept[rows])
             else:
@@ -152,7 +162,7 @@ class _TargetScores(torch.autograd.Function):
         wants_weight = ctx.needs_input_grad[1]  # not so where adapters alone are trained
         is_split = wants_weight and len(kept) < len(targets)
         recomputed = torch.zeros_like(weight, dtype=grad.dtype) if is_split else None
-        for rows in _portions(len(targets), len(kept), len(weight)):
+        for rows in _portions(hidden, len(kept), len(weight)):
             is_kept = rows.stop <= len(kept)
             grad_logits = gradient.of(kept[rows] if is_kept else hidden[rows] @ weight.T, rows)
             grad_hidden[rows] = grad_logits @ weight
@@ -192,10 +202,14 @@ class _LogitGradient:
         return grad_logits.scatter_add_(1, self.targets[rows, None], own.to(logits.dtype))
 
 
-def _portions(num_rows: int, num_kept: int, vocab_size: int) -> Iterator[slice]:
+def _limits(hidden: Tensor) -> LogitLimits:
+    return CPU_LIMITS if hidden.device.type == "cpu" else GPU_LIMITS
+
+
+def _portions(hidden: Tensor, num_kept: int, vocab_size: int) -> Iterator[slice]:
     """Rows a portion at a time; no portion lies across the end of the kept ones."""
-    step = max(1, MAX_LOGITS // vocab_size)
+    step = max(1, _limits(hidden).portion // vocab_size)
     step = step // 64 * 64 or step  # whole tiles of the matmul kernels
-    for first, last in ((0, num_kept), (num_kept, num_rows)):
+    for first, last in ((0, num_kept), (num_kept, len(hidden))):
         for start in range(first, last, step):
             yield slice(start, min(start + step, last))
