@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tstar.model.attention import Attention
 from tstar.model.config import ModelConfig
@@ -33,11 +34,14 @@ class LanguageModel(nn.Module):
         token_ids: Int64[Tensor, " tokens"],
         attention: Attention,
         read: Int64[Tensor, " chosen"] | None = None,
+        recompute_activations: bool = False,
     ) -> Float[Tensor, "chosen hidden"]:
         """Last hidden states, after the final norm: those at the indices `read`, or all of them.
 
-        The last layer does no work behind its attention for tokens that nobody reads."""
-        hidden: Tensor = self.model(token_ids, attention, read)
+        The last layer does no work behind its attention for tokens that nobody reads.
+        recompute_activations: keep each layer's input alone, and compute the layer again in the backward
+        pass: a third more work for memory that no longer grows with what happens inside a layer."""
+        hidden: Tensor = self.model(token_ids, attention, read, recompute_activations)
         return hidden
 
     def logits(self, hidden: Float[Tensor, "chosen hidden"]) -> Float[Tensor, "chosen vocab"]:
@@ -80,12 +84,16 @@ class Decoder(nn.Module):
         token_ids: Int64[Tensor, " tokens"],
         attention: Attention,
         read: Int64[Tensor, " chosen"] | None = None,
+        recompute_activations: bool = False,
     ) -> Float[Tensor, "chosen hidden"]:
         hidden: Tensor = self.embed_tokens(token_ids)
         angles = rotary_angles(self.config, attention.positions, hidden.dtype)
-        for layer in self.layers[:-1]:
-            hidden = layer(hidden, angles, attention)
-        hidden = self.layers[-1](hidden, angles, attention, read)
+        for layer in self.layers:
+            arguments = (hidden, angles, attention, read if layer is self.layers[-1] else None)
+            if recompute_activations and torch.is_grad_enabled():
+                hidden = checkpoint(layer, *arguments, use_reentrant=False)
+            else:
+                hidden = layer(*arguments)
         normed: Tensor = self.norm(hidden)
         return normed
 

@@ -67,20 +67,20 @@ class _TiledAttention(torch.autograd.Function):
         q, k, v = _head_major(query, key, value)
         k_columns = k.transpose(1, 3).contiguous()
         out = torch.empty_like(q)
-        ctx.kept, num_kept = [], 0
+        kept, num_kept = [], 0
         for tiles in _portions(all_tiles, query.shape[1]):
             weights = _weights(tiles.pick_queries(q), tiles.pick_key_columns(k, k_columns), tiles.bias)
             tiles.put_queries(torch.bmm(weights, tiles.pick_keys(v)), out)
             num_kept += weights.numel()
             if num_kept <= max_kept:
-                ctx.kept.append(weights)
-        ctx.save_for_backward(query, key, value)
+                kept.append(weights)
+        ctx.save_for_backward(query, key, value, *kept)  # all of it, so that checkpointing can drop it
         ctx.all_tiles = all_tiles
         return _token_major(out)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value = ctx.saved_tensors
+        query, key, value, *kept = ctx.saved_tensors
         q, k, v = _head_major(query, key, value)
         k_columns, v_columns = (x.transpose(1, 3).contiguous() for x in (k, v))
         grad = grad_out.reshape(len(grad_out), len(k), -1, grad_out.shape[-1]).transpose(0, 1).contiguous()
@@ -92,9 +92,8 @@ class _TiledAttention(torch.autograd.Function):
         )
         for portion, tiles in enumerate(_portions(ctx.all_tiles, query.shape[1])):
             q_tile, grad_tile = tiles.pick_queries(q), tiles.pick_queries(grad)
-            is_kept = portion < len(ctx.kept)
-            if is_kept:
-                weights = ctx.kept[portion]
+            if portion < len(kept):
+                weights = kept[portion]
             else:
                 weights = _weights(q_tile, tiles.pick_key_columns(k, k_columns), tiles.bias)
             tiles.add_to_keys(torch.bmm(weights.transpose(1, 2), grad_tile), grad_v)
