@@ -1,0 +1,23 @@
+"""The sampling engine: requests in, trajectories out (docs/engine.md)."""
+
+from tstar.engine.request import (
+    EngineConfig,
+    Event,
+    GenerationError,
+    Request,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    TokensUnmasked,
+)
+
+__all__ = [
+    "EngineConfig",
+    "Event",
+    "GenerationError",
+    "Request",
+    "RequestFailed",
+    "RequestFinished",
+    "SamplingParams",
+    "TokensUnmasked",
+]
