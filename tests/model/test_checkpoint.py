@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tiny_models import PEERS, make_model, make_peer
+from tstar import atomic
 from tstar.cli import main
 from tstar.errors import UserError
 from tstar.model import checkpoint
@@ -185,7 +186,7 @@ def test_an_existing_directory_is_left_alone_unless_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(checkpoint, "_exchange", lambda _one, _other: False)
+        monkeypatch.setattr(atomic, "exchange", lambda _one, _other: False)
     save_model(make_model("sdar"), tmp_path / "model")
     with pytest.raises(UserError, match="exists already"):
         save_model(make_model("llama"), tmp_path / "model")
@@ -200,10 +201,10 @@ def test_overwriting_leaves_no_moment_without_a_directory(tmp_path: Path) -> Non
     (tmp_path / "new").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "new" / "weights").touch()
-    assert checkpoint._exchange(tmp_path / "new", tmp_path / "old")
+    assert atomic.exchange(tmp_path / "new", tmp_path / "old")
     assert (tmp_path / "old" / "weights").exists()
     assert not (tmp_path / "new" / "weights").exists()
-    assert not checkpoint._exchange(tmp_path / "nowhere", tmp_path / "old")
+    assert not atomic.exchange(tmp_path / "nowhere", tmp_path / "old")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

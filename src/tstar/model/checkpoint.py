@@ -7,12 +7,9 @@ that takes its name at the end: a reader sees the whole checkpoint or none.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tstar import atomic
 from tstar.errors import UserError
 from tstar.model.config import ModelConfig
 from tstar.model.moe import Experts
@@ -248,87 +246,38 @@ def save_model(
     """
     if directory.exists() and not overwrite:
         raise UserError(f"{directory}: exists already; choose another path, or allow to overwrite it")
-    written_dtype = dtype or model.dtype
-    with _replacing(directory) as partial:
-        config = model.config.to_hub(str(written_dtype).removeprefix("torch."))
-        carried: set[str] = set()
-        if carry_from is not None:
-            carried |= set(_carry_files(carry_from, partial))
-        if code_from is not None:
-            config["auto_map"] = _read_json(_model_file(code_from, "config.json")).get("auto_map")
-            carried |= set(_carry_files(code_from, partial, suffix=".py"))
-        _write_json(partial / "config.json", _without_absent_code(config, carried))
-        if "generation_config.json" not in carried:
-            _write_json(partial / "generation_config.json", _generation_config(model.config))
-        if tokenizer is not None:
-            from tstar.model.tokenizer import save_tokenizer
-
-            save_tokenizer(tokenizer, partial)
-        _write_shards(model, partial, dtype, max_shard_bytes)
-
-
-@contextmanager
-def _replacing(directory: Path) -> Iterator[Path]:
-    """A directory to write in, beside the target; it takes the target's name when all went well."""
-    partial: Path | None = None
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
-        partial.chmod(0o777 & ~_umask())
-        yield partial
-        _flush_to_disk([*partial.iterdir(), partial])
-        _swap_in(partial, directory)
-        _flush_to_disk([directory.parent])
+        with atomic.replacing(directory) as partial:
+            _write_model(model, partial, carry_from, code_from, tokenizer, dtype, max_shard_bytes)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{directory}: could not be written ({reason}); nothing was changed") from error
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
-def _swap_in(partial: Path, directory: Path) -> None:
-    """Give the new directory its name; the old one, if any, goes with the temporary ones."""
-    if not directory.exists():
-        partial.rename(directory)
-        return
-    if _exchange(partial, directory):
-        return
-    # Where names cannot be exchanged there is a moment without a directory; the old one is kept beside.
-    previous = Path(tempfile.mkdtemp(prefix=f".{directory.name}.previous-", dir=directory.parent))
-    directory.rename(previous / directory.name)
-    try:
-        partial.rename(directory)
-    except OSError:
-        (previous / directory.name).rename(directory)
-        raise
-    finally:
-        shutil.rmtree(previous, ignore_errors=True)
+def _write_model(
+    model: LanguageModel,
+    directory: Path,
+    carry_from: Path | None,
+    code_from: Path | None,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> None:
+    config = model.config.to_hub(str(dtype or model.dtype).removeprefix("torch."))
+    carried: set[str] = set()
+    if carry_from is not None:
+        carried |= set(_carry_files(carry_from, directory))
+    if code_from is not None:
+        config["auto_map"] = _read_json(_model_file(code_from, "config.json")).get("auto_map")
+        carried |= set(_carry_files(code_from, directory, suffix=".py"))
+    _write_json(directory / "config.json", _without_absent_code(config, carried))
+    if "generation_config.json" not in carried:
+        _write_json(directory / "generation_config.json", _generation_config(model.config))
+    if tokenizer is not None:
+        from tstar.model.tokenizer import save_tokenizer
 
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step (Linux's renameat2); False where system or file system cannot."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "renameat2"):
-        return False
-    working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    names = (os.fsencode(path.absolute()) for path in (one, other))
-    return bool(libc.renameat2(working_directory, next(names), working_directory, next(names), exchange) == 0)
-
-
-def _flush_to_disk(paths: Iterable[Path]) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        save_tokenizer(tokenizer, directory)
+    _write_shards(model, directory, dtype, max_shard_bytes)
 
 
 def _carry_files(source: Path, target: Path, suffix: str = "") -> Iterator[str]:

@@ -1,0 +1,174 @@
+"""What a run says while it goes: `metrics.jsonl` always, and other people's dashboards if asked for.
+
+An event is one line of JSON::
+
+    {"event": "train", "update_step": 7, "block_size": 4, "kl_old": 0.0012, ..., "time": {"seconds": 3.1}}
+
+Everything that depends on the clock stands under "time"; all the rest is the same in every repetition of
+the run. docs/metrics.md says how to read each name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from tstar import atomic
+from tstar.errors import UserError
+
+TrackerName = Literal["wandb", "tensorboard", "trackio"]
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """A dashboard."""
+
+    def log(self, update_step: int, metrics: Mapping[str, float]) -> None:
+        """Show some numbers at an update step; names are like ``train/kl_old``."""
+        ...
+
+    def close(self) -> None:
+        """Send what is still to be sent."""
+        ...
+
+
+class MetricsFile:
+    """Appends events; a crash leaves at most one torn line, which `truncate` removes."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    @property
+    def offset(self) -> int:
+        """Bytes so far, on disk: what a checkpoint remembers."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def append(self, record: Mapping[str, object]) -> None:
+        self._file.write(to_line(record).encode())
+        self._file.flush()
+
+    def truncate(self, offset: int) -> None:
+        """Forget what came after a checkpoint: the run goes on from there and says it again."""
+        if self._file.seek(0, os.SEEK_END) < offset:
+            raise UserError(
+                f"{self._file.name}: has {self._file.tell()} bytes where the checkpoint knows {offset}; "
+                "restore the file, or resume from an earlier checkpoint"
+            )
+        self._file.truncate(offset)
+        self._file.seek(offset)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def to_line(record: Mapping[str, object]) -> str:
+    """Strict JSON: what is not finite becomes a string, so that every reader can read the line."""
+    return json.dumps({name: _jsonable(value) for name, value in record.items()}, allow_nan=False) + "\n"
+
+
+def _jsonable(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _jsonable(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(inner) for inner in value]
+    return value
+
+
+class Tracking:
+    """Sends each event to the file and to every dashboard."""
+
+    def __init__(self, file: MetricsFile, trackers: Sequence[Tracker] = ()) -> None:
+        self.file = file
+        self._trackers = trackers
+
+    def log(self, event: str, update_step: int, record: Mapping[str, object], **time: float) -> None:
+        """Numbers of the record go to the dashboards as ``event/name``; time only to where time is shown."""
+        self.file.append({"event": event, "update_step": update_step, **record, "time": time})
+        numbers = {
+            f"{event}/{name}": value
+            for name, value in (*record.items(), *time.items())
+            if isinstance(value, int | float)
+        }
+        for tracker in self._trackers:
+            tracker.log(update_step, numbers)
+
+    def close(self) -> None:
+        self.file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+# -- dashboards --------------------------------------------------------------------------------
+
+
+def start_tracker(
+    name: TrackerName, run: Path, project: str, config: Mapping[str, Any], first_update_step: int
+) -> Tracker:
+    """Connect to a dashboard, under an id that is the run's own: a resumed run goes on in the same curves.
+
+    first_update_step: what the dashboard shows from here on is to be replaced.
+    """
+    if name == "tensorboard":
+        return _TensorBoard(run / "tensorboard", first_update_step)
+    return _Wandb(_import(name), run, project, config)
+
+
+def run_id(run: Path) -> str:
+    """What dashboards know a run by: drawn once, kept in its directory."""
+    path = run / "run_id"
+    if not path.exists():
+        atomic.write_text(path, secrets.token_hex(4) + "\n")
+    return path.read_text().strip()
+
+
+class _Wandb:
+    """wandb, and trackio, which has wandb's interface but knows a run by its name alone."""
+
+    def __init__(self, module: ModuleType, run: Path, project: str, config: Mapping[str, Any]) -> None:
+        name, key = run.resolve().name, run_id(run)
+        if module.__name__ == "wandb":
+            naming = {"name": name, "id": key, "dir": str(run)}
+        else:
+            naming = {"name": f"{name}-{key}"}
+        self._run = module.init(project=project, config=dict(config), resume="allow", **naming)
+
+    def log(self, update_step: int, metrics: Mapping[str, float]) -> None:
+        # Not as wandb's own step, which must not go back: a resumed run says some updates again.
+        self._run.log({**metrics, "update_step": update_step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _TensorBoard:
+    def __init__(self, directory: Path, first_update_step: int) -> None:
+        module = _import("torch.utils.tensorboard", package="tensorboard")
+        self._writer = module.SummaryWriter(str(directory), purge_step=first_update_step)
+
+    def log(self, update_step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, update_step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _import(module: str, package: str | None = None) -> ModuleType:
+    package = package or module
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"tracking.trackers: {package} is not installed; pip install 'tstar[{package}]'"
+        ) from error
