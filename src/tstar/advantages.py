@@ -42,10 +42,12 @@ def group_advantages(
     """
     _check_rewards(rewards)
     groups = _Groups.of(group_ids)
-    deviation = rewards - groups.mean(rewards)[groups.index]
+    spread = groups.spread(rewards)
+    is_uniform = spread <= SPREAD_TOLERANCE * groups.maximum(np.abs(rewards))
+    # In units of the spread first: squares of tiny rewards would underflow.
+    deviation = (rewards - groups.mean(rewards)[groups.index]) / np.where(is_uniform, 1, spread)[groups.index]
     std = np.sqrt(groups.mean(deviation**2))
-    is_uniform = groups.spread(rewards) <= SPREAD_TOLERANCE * groups.maximum(np.abs(rewards))
-    z_scores = deviation / np.where(is_uniform, 1.0, std)[groups.index]
+    z_scores = deviation / np.where(is_uniform, 1, std)[groups.index]
     return GroupAdvantages(
         advantages=np.where(is_uniform[groups.index], 0.0, z_scores),
         num_groups=len(groups.sizes),
