@@ -1,0 +1,314 @@
+"""One TraceRL update: θ ← TraceRL(θ, d, B, P) of Algorithm 1.
+
+`Trainer.update` is the algorithm; advantages, replay and the objective stand in modules of their own.
+What lives from update to update is here: the optimizer's state and the value model.
+
+A minibatch is cut into packs by token budget alone, and every pack adds its share of the minibatch's
+gradient: where the cuts fall changes nothing but memory and time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tstar.advantages import StepTable, place_rewards, step_gae
+from tstar.errors import UserError
+from tstar.lora import has_lora, merged_copy, without_lora
+from tstar.loss import (
+    BatchTotals,
+    TraceLossConfig,
+    TraceLossInputs,
+    TraceLossOutputs,
+    ValueLossInputs,
+    ValueLossOutputs,
+    trace_loss,
+    value_loss,
+)
+from tstar.model.transformer import LanguageModel
+from tstar.optimizer import NonFiniteGradientError, Optimizer, OptimizerConfig
+from tstar.partition import PartitionRule
+from tstar.replay import ReplayPack, replay, score
+from tstar.trainer.batch import Batch, FixedPack, Minibatch, Rollout, loss_actions, select
+from tstar.trainer.metrics import StepMetrics, UpdateMetrics
+from tstar.value import ValueModel, predict_values
+
+
+@dataclass(frozen=True)
+class ValueConfig:
+    """Advantages by GAE over denoising steps, from a value model that is trained beside the policy."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    clip_eps: float | None = 0.2
+    """A value's loss counts as if it had moved at most so far from the one before the update (None: off)."""
+    gamma: float = 1.0
+    lam: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How one update goes."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    objective: TraceLossConfig = field(default_factory=TraceLossConfig)
+    value: ValueConfig | None = None
+    """None: advantages over the responses of a prompt, without a value model."""
+    token_budget: int = 16_384
+    """Tokens of one forward, clean and noisy; a trajectory that needs more gets a forward of its own."""
+    num_minibatches: int = 1
+    """Optimizer steps for one pass over the rollouts."""
+    num_passes: int = 1
+    """Passes over the rollouts with the same old log-probs and advantages."""
+    merge_steps: int = 1
+    """Neighbouring steps of a block that are replayed as one (1: exact)."""
+    truncated_is_wrong: bool = False
+    """A response that ran out of tokens earns 0 and is not correct, whatever it says."""
+    accuracy_band: tuple[float, float] | None = None
+    """Train on groups whose accuracy lies in it, bounds included (None: on all)."""
+    recompute_activations: bool = False
+    """Keep only each layer's input for the backward pass: less memory, a third more work."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "num_minibatches", "num_passes", "merge_steps"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: {getattr(self, name)} cannot be used; use 1 or more")
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A loss that must not be trained on; weights and optimizer are as the last optimizer step left them."""
+
+
+class Trainer:
+    """A policy, its optimizer and, where advantages ask for one, its value model."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: TrainerConfig,
+        base: LanguageModel | None = None,
+        value_model: ValueModel | None = None,
+    ) -> None:
+        """base: the frozen model that the KL is taken to, or only measured; one with LoRA has it inside.
+        value_model: the one to go on with; by default a new one starts from the policy's weights."""
+        if model.config.mask_token_id is None:
+            raise UserError("model: its config.json has no mask_token_id; TraceRL needs a diffusion model")
+        if config.objective.kl_reference == "base" and base is None and not has_lora(model):
+            raise UserError("kl_reference: 'base' needs the base model; give it, or use 'old'")
+        self.model = model
+        self.config = config
+        self.optimizer = Optimizer(model.named_parameters(), config.optimizer)
+        self.value_model: ValueModel | None = None
+        self.value_optimizer: Optimizer | None = None
+        if config.value is not None:
+            policy = merged_copy(model) if has_lora(model) else model
+            self.value_model = value_model or ValueModel.from_policy(policy)
+            self.value_optimizer = Optimizer(self.value_model.named_parameters(), config.value.optimizer)
+        self._base = base
+        self._mask_token_id = model.config.mask_token_id
+
+    def update(self, rollouts: Sequence[Rollout], rule: PartitionRule) -> UpdateMetrics:
+        """Train on the rollouts, replayed under the rule's blocks.
+
+        The responses of a prompt belong into one call: advantages are taken among them.
+        """
+        start = time.perf_counter()
+        selection = select(rollouts, self.config.truncated_is_wrong, self.config.accuracy_band)
+        parts = _split(selection.batch, self.config.num_minibatches)
+        wants_old = len(parts) * self.config.num_passes > 1
+        minibatches = [self._prepare(part, rule, wants_old) for part in parts]
+        prepared = time.perf_counter()
+        steps = [self._optimizer_step(m) for _ in range(self.config.num_passes) for m in minibatches]
+        return UpdateMetrics(
+            num_rollouts=len(rollouts),
+            num_trained=len(selection.batch.rollouts),
+            num_truncated=sum(r.trajectory.finish_reason == "length" for r in rollouts),
+            num_groups=selection.num_groups,
+            num_uniform_groups=selection.num_uniform_groups,
+            reward_mean=selection.reward_mean,
+            accuracy=selection.accuracy,
+            steps=tuple(steps),
+            num_tokens=sum(fixed.pack.layout.num_tokens for m in minibatches for fixed in m.packs),
+            num_packs=sum(len(m.packs) for m in minibatches),
+            prepare_seconds=prepared - start,
+            train_seconds=time.perf_counter() - prepared,
+        )
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that the next update depends on besides the policy's weights, as named tensors. They are
+        the trainer's own: write or copy them before the next update."""
+        parts = {"optimizer": self.optimizer.state_dict()}
+        if self.value_model is not None and self.value_optimizer is not None:
+            parts["value_model"] = dict(self.value_model.state_dict())
+            parts["value_optimizer"] = self.value_optimizer.state_dict()
+        return {f"{part}.{name}": value for part, state in parts.items() for name, value in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave; the policy's weights of the same moment are in place already."""
+
+        def part(name: str) -> dict[str, Tensor]:
+            return {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+
+        self.optimizer.load_state_dict(part("optimizer"))
+        if self.value_model is not None and self.value_optimizer is not None:
+            self.value_model.load_state_dict(part("value_model"))
+            self.value_optimizer.load_state_dict(part("value_optimizer"))
+
+    # -- before the first optimizer step -------------------------------------------------------
+
+    @torch.no_grad()
+    def _prepare(self, batch: Batch, rule: PartitionRule, wants_old: bool) -> Minibatch:
+        """Replay, and everything that the optimizer steps hold fixed."""
+        config = self.config
+        trajectories = [r.trajectory for r in batch.rollouts]
+        packs = replay(trajectories, rule, self._mask_token_id, config.token_budget, config.merge_steps)
+        is_as_decoded = config.merge_steps == 1 and all(
+            t.partition == rule.cut(len(t.prompt_ids), len(t.response_ids)) for t in trajectories
+        )
+        if config.objective.importance_cap is not None and not is_as_decoded:
+            raise UserError(
+                f"importance_cap: {config.objective.importance_cap} weighs by the engine's log-probs, but "
+                "these rollouts are replayed under other blocks or merged steps; leave it out"
+            )
+        fixed = []
+        for pack in packs:
+            old = score(self.model, pack).log_probs if wants_old else None
+            found = self._fix(batch, pack, is_as_decoded)
+            fixed.append(replace(found, old_log_probs=old, base_log_probs=self._base_log_probs(pack)))
+        totals = BatchTotals.of([p.actions for p in fixed], [len(t.response_ids) for t in trajectories])
+        return Minibatch(batch, rule, totals, tuple(fixed))
+
+    def _fix(self, batch: Batch, pack: ReplayPack, is_as_decoded: bool) -> FixedPack:
+        """A pack with its advantages: over groups, or by GAE over the steps of its trajectories."""
+        device, actions = self.model.device, pack.actions
+        engine = torch.from_numpy(actions.engine_log_probs).to(device) if is_as_decoded else None
+        by_group = batch.advantages[pack.trajectories][actions.members]
+        fixed = FixedPack(pack, loss_actions(actions, device), torch.from_numpy(by_group).to(device), engine)
+        if self.config.value is None:
+            return fixed
+        assert self.value_model is not None
+        values = predict_values(self.value_model, pack)
+        table = StepTable(actions.steps, actions.members)
+        outcome = batch.rewards[pack.trajectories]
+        rewards = place_rewards(table, outcome, per_token=batch.token_rewards(pack))
+        old = values.double().cpu().numpy()
+        gae = step_gae(table, rewards, old, self.config.value.gamma, self.config.value.lam)
+        return replace(
+            fixed,
+            advantages=torch.from_numpy(gae.advantages).to(device),
+            old_values=values,
+            returns=torch.from_numpy(gae.returns).to(device),
+        )
+
+    def _base_log_probs(self, pack: ReplayPack) -> Tensor | None:
+        """Under the base model, where there is one to read."""
+        if self._base is not None:
+            return score(self._base, pack).log_probs
+        if self.config.objective.kl_reference == "base":
+            with without_lora(self.model) as base:
+                return score(base, pack).log_probs
+        return None
+
+    # -- one optimizer step --------------------------------------------------------------------
+
+    def _optimizer_step(self, minibatch: Minibatch) -> StepMetrics:
+        with self._naming_the_culprit(minibatch):
+            policy, values = [], []
+            for fixed in minibatch.packs:
+                outputs = self._policy_loss(fixed, minibatch)
+                outputs.loss.backward()  # type: ignore[no-untyped-call]
+                policy.append(outputs.metrics)
+                if self.value_model is not None:
+                    value_outputs = self._value_loss(fixed, minibatch)
+                    value_outputs.loss.backward()  # type: ignore[no-untyped-call]
+                    values.append(value_outputs.metrics)
+            value_step = None if self.value_optimizer is None else self.value_optimizer.step()
+            policy_step = self.optimizer.step()
+        value = None if value_step is None else (reduce(add, values), value_step)
+        return StepMetrics(reduce(add, policy), policy_step, value)
+
+    def _policy_loss(self, fixed: FixedPack, minibatch: Minibatch) -> TraceLossOutputs:
+        """A pack's share of -J (Eq. 3)."""
+        scores = score(self.model, fixed.pack, recompute_activations=self.config.recompute_activations)
+        old = scores.log_probs.detach() if fixed.old_log_probs is None else fixed.old_log_probs
+        inputs = TraceLossInputs(
+            actions=fixed.actions,
+            log_probs=scores.log_probs,
+            old_log_probs=old,
+            advantages=fixed.advantages,
+            entropies=scores.entropies,
+            engine_log_probs=fixed.engine_log_probs,
+            base_log_probs=fixed.base_log_probs,
+        )
+        outputs = trace_loss(inputs, minibatch.totals, self.config.objective)
+        _refuse_non_finite("loss", outputs.trajectory_losses, fixed, minibatch.batch)
+        return outputs
+
+    def _value_loss(self, fixed: FixedPack, minibatch: Minibatch) -> ValueLossOutputs:
+        """A pack's share of the value model's loss."""
+        assert self.value_model is not None
+        assert self.config.value is not None
+        assert fixed.old_values is not None
+        assert fixed.returns is not None
+        values = predict_values(self.value_model, fixed.pack, self.config.recompute_activations)
+        inputs = ValueLossInputs(fixed.actions, values, fixed.old_values, fixed.returns)
+        outputs = value_loss(inputs, minibatch.totals, self.config.value.clip_eps)
+        _refuse_non_finite("value loss", outputs.trajectory_losses, fixed, minibatch.batch)
+        return outputs
+
+    # -- numbers that are none -----------------------------------------------------------------
+
+    @contextmanager
+    def _naming_the_culprit(self, minibatch: Minibatch) -> Iterator[None]:
+        """Forget the gradients of a step that fails, and say which rollout made them infinite or NaN."""
+        try:
+            yield
+        except FloatingPointError as error:
+            for optimizer in (self.optimizer, self.value_optimizer):
+                if optimizer is not None:
+                    optimizer.zero_grad()
+            if not isinstance(error, NonFiniteGradientError):
+                raise
+            raise NonFiniteGradientError(f"{self._find_culprit(minibatch)}: {error}") from error
+
+    def _find_culprit(self, minibatch: Minibatch) -> str:
+        """The first rollout whose gradient alone is not finite."""
+        for place in range(len(minibatch.batch.rollouts)):
+            alone = self._prepare(minibatch.batch.part(np.array([place])), minibatch.rule, wants_old=False)
+            is_finite = _has_finite_gradient(self._policy_loss(alone.packs[0], alone).loss, self.model)
+            if self.value_model is not None:
+                value = self._value_loss(alone.packs[0], alone).loss
+                is_finite &= _has_finite_gradient(value, self.value_model)
+            if not is_finite:
+                return minibatch.batch.name(place)
+        return "no rollout alone"
+
+
+def _split(batch: Batch, num_parts: int) -> list[Batch]:
+    """Neighbours together, about equally many; fewer parts where there are fewer rollouts."""
+    parts = np.array_split(np.arange(len(batch.rollouts)), num_parts)
+    return [batch.part(part) for part in parts if len(part)]
+
+
+def _has_finite_gradient(loss: Tensor, model: nn.Module) -> bool:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(loss, trained, allow_unused=True)
+    return all(bool(g.isfinite().all()) for g in gradients if g is not None)
+
+
+def _refuse_non_finite(what: str, losses: Tensor, fixed: FixedPack, batch: Batch) -> None:
+    is_wrong = ~losses.isfinite()
+    if is_wrong.any():
+        member = int(is_wrong.nonzero()[0])
+        others = f", as that of {int(is_wrong.sum()) - 1} others" if is_wrong.sum() > 1 else ""
+        name = batch.name(int(fixed.pack.trajectories[member]))
+        raise NonFiniteLossError(f"{name}: its {what} is {float(losses[member])}{others}; no step was taken")
