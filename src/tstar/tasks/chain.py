@@ -19,19 +19,20 @@ result, so a chain that once went wrong does not come right by luck. (With opera
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from tstar.data import Problem
+from tstar.data import RAW_PROMPT, Problem, ProblemSet, PromptTemplate
 from tstar.errors import UserError
 
 Split = Literal["train", "validation", "test"]
 
-OPERANDS = {"+": "123456789", "-": "123456789", "*": "379"}
-"""The operators and what may follow each."""
+OPERATIONS = (("+", "123456789"), ("-", "123456789"), ("*", "379"))
+"""The operators, drawn equally often, and what may follow each."""
 
-_QUESTION = re.compile(r"(\d+)((?:[-+*]\d)+)=")
+_QUESTION = re.compile(r"([0-9]+)((?:[-+*][0-9])+)=")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ LEVELS: dict[int, ChainLevel] = {
 
 @dataclass(frozen=True)
 class ChainTask:
-    """An endless, reproducible list of chains: problem i is a function of (seed, split, i).
+    """An endless, reproducible supply of chains.
 
     The splits are disjoint by construction: a hash of the question decides which one it belongs to,
     whatever level, seed or index drew it.
@@ -75,62 +76,59 @@ class ChainTask:
     levels: tuple[int, ...]
     """Levels to draw from, equally often."""
     split: Split = "train"
-    seed: int = 0
+    prompt: PromptTemplate = RAW_PROMPT
 
     def __post_init__(self) -> None:
+        known = f"use some of {', '.join(map(str, LEVELS))}"
         if not self.levels:
-            raise UserError(f"levels: none given; use some of {_known_levels()}")
+            raise UserError(f"levels: none given; {known}")
         for level in self.levels:
             if level not in LEVELS:
-                raise UserError(f"levels: there is no level {level}; use some of {_known_levels()}")
-        if self.split not in ("train", "validation", "test"):
-            raise UserError(f"split: {self.split!r} is unknown; use train, validation or test")
+                raise UserError(f"levels: there is no level {level} of chain; {known}")
+
+    @property
+    def name(self) -> str:
+        return f"chain:{','.join(map(str, self.levels))}@{self.split}"
 
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest reference response, its EOS included."""
         return max(LEVELS[level].max_tokens for level in self.levels)
 
-    def problem(self, index: int) -> Problem:
-        """Problem ``index`` of this split."""
-        attempt = 0
-        while True:
-            level, question = self._draw(index, attempt)
-            if split_of(question) == self.split:
-                break
-            attempt += 1
+    def first(self, count: int, seed: int = 0) -> ProblemSet:
+        """A finite set: problems 0 to ``count - 1`` of this seed."""
+        if count < 1:
+            raise UserError(f"limit: {count} problems are too few; use 1 or more")
+        problems = tuple(self._problem(f"{seed}/{self.split}/{index}") for index in range(count))
+        return ProblemSet(self.name, problems, prompt=self.prompt)
+
+    def draw(self, seed: int, update_step: int, count: int) -> list[Problem]:
+        """Fresh problems for one update, other ones than `first` has."""
+        key = f"draw/{seed}/{self.split}/{update_step}"
+        return [self._problem(f"{key}/{index}") for index in range(count)]
+
+    def _problem(self, key: str) -> Problem:
+        attempts = (self._question(f"{key}/{attempt}") for attempt in itertools.count())
+        level, question = next(drawn for drawn in attempts if split_of(drawn[1]) == self.split)
         solution = solve(question)
-        return Problem(
-            question=question,
-            answer=solution.rpartition("#")[2],
-            level=level,
-            id=f"chain/{self.seed}/{self.split}/{index}",
-            solution=solution,
-        )
+        answer = solution.rpartition("#")[2]
+        return Problem(question, answer, level, f"chain/{key}", solution)
 
-    def problems(self, count: int, start: int = 0) -> list[Problem]:
-        """``count`` problems from index ``start`` on."""
-        return [self.problem(index) for index in range(start, start + count)]
-
-    def _draw(self, index: int, attempt: int) -> tuple[int, str]:
-        """A level and a question, by successive divisions of 512 bits that nothing else shares."""
-        key = f"{self.seed}/{self.split}/{index}/{attempt}"
+    def _question(self, key: str) -> tuple[int, str]:
+        """Its level too; by successive divisions of 512 bits that nothing else shares."""
         bits = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=64).digest(), "little")
-
-        def below(bound: int) -> int:
-            nonlocal bits
-            bits, drawn = divmod(bits, bound)
-            return drawn
-
-        number = self.levels[below(len(self.levels))]
+        bits, index = divmod(bits, len(self.levels))
+        number = self.levels[index]
         level = LEVELS[number]
-        num_operations = level.min_operations + below(level.max_operations - level.min_operations + 1)
-        parts = [f"{below(10**level.num_digits):0{level.num_digits}d}"]
-        for _ in range(num_operations):
-            operator = "+-*"[below(3)]
-            operands = OPERANDS[operator]
-            parts.append(operator + operands[below(len(operands))])
-        return number, "".join(parts) + "="
+        bits, num_more = divmod(bits, level.max_operations - level.min_operations + 1)
+        bits, first = divmod(bits, 10**level.num_digits)
+        question = f"{first:0{level.num_digits}d}"
+        for _ in range(level.min_operations + num_more):
+            bits, index = divmod(bits, len(OPERATIONS))
+            operator, operands = OPERATIONS[index]
+            bits, index = divmod(bits, len(operands))
+            question += operator + operands[index]
+        return number, question + "="
 
 
 def split_of(question: str) -> Split:
@@ -144,10 +142,6 @@ def solve(question: str) -> str:
     """The reference response to a question."""
     steps = _expected_steps(question)
     return ";".join(steps) + ";#" + steps[-1].rpartition("=")[2]
-
-
-def _known_levels() -> str:
-    return ", ".join(str(level) for level in LEVELS)
 
 
 # -- checking ----------------------------------------------------------------------------------
