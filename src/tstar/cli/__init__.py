@@ -20,6 +20,7 @@ import tyro
 from tstar import __version__
 from tstar.cli.doctor import Doctor
 from tstar.cli.export import Export
+from tstar.cli.sft import Sft
 from tstar.errors import UserError
 
 DESCRIPTION = """Train block-diffusion language models to decode in larger blocks.
@@ -38,6 +39,7 @@ class Command(Protocol):
 COMMANDS: Mapping[str, type[Command]] = {
     "doctor": Doctor,
     "export": Export,
+    "sft": Sft,
 }
 
 
@@ -69,8 +71,8 @@ def execute(argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"tstar: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("tstar: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(": ".join(["tstar: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
 
