@@ -14,6 +14,7 @@ from tstar.model.transformer import LanguageModel
 from tstar.tasks import open_problem_set, open_problems
 from tstar.tasks.chain import (
     LEVELS,
+    OPERANDS,
     ChainTask,
     chain_answer_reward,
     chain_reward,
@@ -30,17 +31,19 @@ SOLUTION = "46+7=53;53*3=59;59-9=50;#50"
 
 def slow_answer(question: str) -> int:
     """Left to right in plain Python."""
-    first, *rest = re.split(r"([-+*])", question.rstrip("="))
+    first, *rest = re.split(r"([-+*^])", question.rstrip("="))
     value = int(first)
     for operator, operand in zip(rest[::2], rest[1::2], strict=True):
-        value = {"+": value + int(operand), "-": value - int(operand), "*": value * int(operand)}[operator]
-    return value % 10 ** len(first)
+        n = int(operand)
+        value = {"+": value + n, "-": value - n, "*": value * n, "^": value**n}[operator] % 10 ** len(first)
+    return value
 
 
 # -- problems ----------------------------------------------------------------------------------
 
 
 def test_the_example_of_the_docstring() -> None:
+    assert solve("7+6*3^3-8=") == "7+6=3;3*3=9;9^3=9;9-8=1;#1"
     assert solve(QUESTION) == SOLUTION
     assert solve("1-9=") == "1-9=2;#2"
     assert solve("003*9-9-9-9-1=").endswith("000-1=999;#999")
@@ -52,7 +55,7 @@ def test_problems_are_right_and_of_their_level(level: int) -> None:
     tokenizer = chain_tokenizer()
     num_operations = set()
     for problem in task.first(300).problems:
-        first, *operations = re.findall(r"\d+|[-+*]\d", problem.question)
+        first, *operations = re.findall(r"\d+|[-+*^]\d", problem.question)
         num_operations.add(len(operations))
         assert len(first) == len(problem.answer) == shape.num_digits
         assert not set(operations) & {"*0", "*1", "*2", "*4", "*5", "*6", "*8", "+0", "-0"}
@@ -66,23 +69,42 @@ def test_problems_are_right_and_of_their_level(level: int) -> None:
     assert num_operations == set(range(shape.min_operations, shape.max_operations + 1))
 
 
-def test_operations_come_as_often() -> None:
-    problems = ChainTask((6,)).first(500).problems
-    operations = Counter(op for p in problems for op in re.findall(r"[-+*]\d", p.question))
+@pytest.mark.parametrize("level", [5, 8])
+def test_operations_come_as_often(level: int) -> None:
+    problems = ChainTask((level,)).first(500).problems
+    operations = Counter(op for p in problems for op in re.findall(r"[-+*^]\d", p.question))
     total = sum(operations.values())
-    for operator, operands in (("+", "123456789"), ("-", "123456789"), ("*", "379")):
-        for operand in operands:
-            assert operations[operator + operand] / total == pytest.approx(1 / 3 / len(operands), rel=0.25)
+    operators = LEVELS[level].operators
+    for operator in operators:
+        for operand in OPERANDS[operator]:
+            expected = 1 / len(operators) / len(OPERANDS[operator])
+            assert operations.pop(operator + operand) / total == pytest.approx(expected, rel=0.25)
+    assert not operations
 
 
-def test_a_wrong_result_never_comes_right_again() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_wrong_result_never_comes_right_again(level: int) -> None:
     """Every operation is a bijection, so no wrong chain has the right answer."""
-    for problem in ChainTask((3, 5)).first(50).problems:
-        first, *operations = re.findall(r"\d+|[-+*]\d", problem.question)
-        finals = {
-            slow_answer(f"{start:0{len(first)}d}{''.join(operations)}=") for start in range(10 ** len(first))
-        }
-        assert len(finals) == 10 ** len(first)
+    modulus = 10 ** LEVELS[level].num_digits
+    for operator in LEVELS[level].operators:
+        for operand in OPERANDS[operator]:
+            starts = [f"{start:0{LEVELS[level].num_digits}d}" for start in range(modulus)]
+            assert len({slow_answer(f"{start}{operator}{operand}=") for start in starts}) == modulus
+
+
+@pytest.mark.parametrize(("operators", "size"), [("+-*", 40), ("+-*^", 240)])
+def test_cubes_make_composition_hard(operators: str, size: int) -> None:
+    """The maps that chains modulo 10 compute: 40 affine ones, or with cubes all of S_5 x Z_2."""
+    steps = [
+        tuple(slow_answer(f"{start}{operator}{operand}=") for start in range(10))
+        for operator in operators
+        for operand in OPERANDS[operator]
+    ]
+    reached = new = {tuple(range(10))}
+    while new:
+        new = {tuple(step[x] for x in old) for old in new for step in steps} - reached
+        reached = reached | new
+    assert len(reached) == size
 
 
 def test_splits_are_disjoint_whatever_drew_them() -> None:
@@ -114,7 +136,7 @@ def test_problems_are_a_function_of_seed_split_and_index() -> None:
     assert len({problem.id for batch in batches for problem in batch}) == 250
     assert len({problem.question for batch in batches for problem in batch}) == 250
     # Written down: another machine, another Python, the same problem.
-    assert task.first(1).problems[0].question == "73+3*9-7*3-4-4="
+    assert task.first(1).problems[0].question == "8-5^3+5*9^3*3+4-7^3+6^3^3="
 
 
 def test_levels_and_splits_that_do_not_exist() -> None:
@@ -247,7 +269,7 @@ def test_a_fresh_model_for_it() -> None:
     assert (config.vocab_size, config.eos_token_ids) == (len(tokenizer), (tokenizer.eos_token_id,))
     assert not config.is_diffusion
     model = LanguageModel(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 790_400
+    assert sum(parameter.numel() for parameter in model.parameters()) == 790_528
     assert add_mask_token(model, tokenizer) == tokenizer.mask_token_id
     assert (model.config.vocab_size, model.config.model_type) == (len(tokenizer), "sdar")
     small = LanguageModel(chain_config(hidden_size=96, num_layers=3))

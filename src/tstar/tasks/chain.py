@@ -1,19 +1,24 @@
 """Chains of integer arithmetic, each result written down before it is used.
 
-The question `46+7*3-9=` is worked out from left to right, modulo 100 because its first number has two
-digits, and the response writes every running result, then the answer behind `#`:
+The question `7+6*3^3-8=` is worked out from left to right, modulo 10 because its first number has one
+digit (`^3` cubes), and the response writes every running result, then the answer behind `#`:
 
-    46+7=53;53*3=59;59-9=50;#50
+    7+6=3;3*3=9;9^3=9;9-8=1;#1
 
-A block of such text holds results that depend on each other, while its operators, operands and
-punctuation can be read off the question. So a model that is near perfect one token at a time still errs
-when it unmasks several dependent results at once: what parallel decoding costs, and what a better
-unmasking order wins back, without a word of natural language.
+A block of such text holds results that depend on each other, while its operators, operands and punctuation
+can be read off the question. So a model that is near perfect one token at a time still errs when it
+unmasks several dependent results at once: what parallel decoding costs, and what a better unmasking
+order wins back, without a word of natural language.
 
-Numbers are padded with zeros to the modulus's digits, so the question alone tells where each token
-stands. Multipliers are units modulo 10 and no operand is 0: every operation is a bijection of the running
-result, so a chain that once went wrong does not come right by luck. (With operands 0, 2 and 5 allowed,
-5 to 23 % of wrong chains modulo 10 do.)
+- Numbers are padded with zeros, so the question alone tells where each token stands.
+- Every operation is a bijection of the running result (multipliers are units modulo 10, no operand is
+  0), so a chain that once went wrong does not come right by luck. With operands 0, 2 and 5 allowed, 5
+  to 23 % of wrong chains modulo 10 do.
+- One operation is a table of ten digits, learnt in minutes. Several at once need not be: additions and
+  multiplications alone compose to affine maps (40 of them modulo 10), so a few layers can learn to take
+  many steps in one forward, and the cost of parallel decoding trains away. Cubing modulo 5 swaps 2 and 3,
+  and with it the operations generate all of S_5: running results become its word problem, which no
+  transformer of constant depth is known to solve for chains of any length.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from tstar.data import RAW_PROMPT, Problem, ProblemSet, PromptTemplate
@@ -29,10 +36,10 @@ from tstar.errors import UserError
 
 Split = Literal["train", "validation", "test"]
 
-OPERATIONS = (("+", "123456789"), ("-", "123456789"), ("*", "379"))
-"""The operators, drawn equally often, and what may follow each."""
+OPERANDS = {"+": "123456789", "-": "123456789", "*": "379", "^": "3"}
+"""What may follow each operator."""
 
-_QUESTION = re.compile(r"([0-9]+)((?:[-+*][0-9])+)=")
+_QUESTION = re.compile(r"([0-9]+)((?:[-+*^][0-9])+)=")
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class ChainLevel:
 
     num_digits: int
     """Digits of every running result: the modulus is 10 to their number."""
+    operators: str
+    """Drawn equally often."""
     min_operations: int
     max_operations: int
 
@@ -50,16 +59,19 @@ class ChainLevel:
         return self.max_operations * (2 * self.num_digits + 4) + 1 + self.num_digits + 1
 
 
-LEVELS: dict[int, ChainLevel] = {
-    1: ChainLevel(1, 2, 2),
-    2: ChainLevel(1, 3, 5),
-    3: ChainLevel(1, 6, 9),
-    4: ChainLevel(2, 3, 5),
-    5: ChainLevel(2, 6, 9),
-    6: ChainLevel(2, 10, 14),
-    7: ChainLevel(3, 6, 9),
-    8: ChainLevel(3, 10, 14),
-}
+LEVELS: Mapping[int, ChainLevel] = MappingProxyType(
+    {
+        1: ChainLevel(1, "+-", 2, 2),
+        2: ChainLevel(1, "+-*", 3, 5),
+        3: ChainLevel(1, "+-*^", 3, 5),
+        4: ChainLevel(1, "+-*^", 6, 9),
+        5: ChainLevel(1, "+-*^", 10, 14),
+        6: ChainLevel(2, "+-*", 3, 5),
+        7: ChainLevel(2, "+-*", 6, 9),
+        8: ChainLevel(2, "+-*", 10, 14),
+    }
+)
+"""Cubing is a bijection modulo 10, not modulo 100."""
 
 
 # -- problems ----------------------------------------------------------------------------------
@@ -124,10 +136,10 @@ class ChainTask:
         bits, first = divmod(bits, 10**level.num_digits)
         question = f"{first:0{level.num_digits}d}"
         for _ in range(level.min_operations + num_more):
-            bits, index = divmod(bits, len(OPERATIONS))
-            operator, operands = OPERATIONS[index]
-            bits, index = divmod(bits, len(operands))
-            question += operator + operands[index]
+            bits, index = divmod(bits, len(level.operators))
+            operator = level.operators[index]
+            bits, index = divmod(bits, len(OPERANDS[operator]))
+            question += operator + OPERANDS[operator][index]
         return number, question + "="
 
 
@@ -213,9 +225,9 @@ def _parse(question: str) -> tuple[str, list[str], int]:
     """First number, operations such as `*3`, digits of every result."""
     matched = _QUESTION.fullmatch(question)
     if matched is None:
-        raise UserError(f"question: {question[:60]!r} is no chain; write one like 46+7*3-9=")
+        raise UserError(f"question: {question[:60]!r} is no chain; write one like 7+6*3^3-8=")
     first, operations = matched.groups()
-    return first, re.findall(r"[-+*]\d", operations), len(first)
+    return first, re.findall(r"[-+*^]\d", operations), len(first)
 
 
 def _apply(running: str, operation: str, num_digits: int) -> str:
@@ -225,8 +237,10 @@ def _apply(running: str, operation: str, num_digits: int) -> str:
             value += operand
         case "-":
             value -= operand
-        case _:
+        case "*":
             value *= operand
+        case _:
+            value **= operand
     return f"{value % 10**num_digits:0{num_digits}d}"
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN = "<pad>", "<eos>", "<unk>"
 SPECIAL_TOKENS = (PAD_TOKEN, EOS_TOKEN, MASK_TOKEN, UNKNOWN_TOKEN)
-CHARACTERS = "0123456789+-*=;#"
+CHARACTERS = "0123456789+-*^=;#"
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """A chain has no turns: the prompt is the question as it stands."""
