@@ -19,6 +19,7 @@ from tstar.curriculum import (
     Progress,
     Schedule,
     Stage,
+    WeightedPolicy,
     doubling,
     is_finished,
     run,
@@ -26,14 +27,12 @@ from tstar.curriculum import (
 from tstar.errors import UserError
 from tstar.guard import Alarm, GuardConfig, Health
 from tstar.partition import PartitionRule
-from tstar.unmask import UnmaskPolicy
 
-POLICIES = ((UnmaskPolicy(), 1.0),)
 NO_GUARD = Schedule(evaluate_every=1000, save_every=1000, guard=GuardConfig(action="warn"))
 
 
 def make_stages(block_sizes: Sequence[int], num_updates: int = 3, **changes: Any) -> list[Stage]:
-    return [Stage(b, num_updates, 1e-6, POLICIES, **changes) for b in block_sizes]
+    return [Stage(b, num_updates, 1e-6, (WeightedPolicy(),), **changes) for b in block_sizes]
 
 
 def trace_rl(theta: str, d: Sequence[Any], block_size: int, rule: PartitionRule, scale: float = 1.0) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from tiny_models import make_model
 from torch import Tensor
 
+from tiny_models import make_model
 from tstar.errors import UserError
 from tstar.model.transformer import LanguageModel
 from tstar.partition import Partition, PartitionRule
@@ -121,7 +121,7 @@ def test_the_expected_number_of_masked_positions_is_tB(block_size: int) -> None:
     excess, variance, counts = 0.0, 0.0, []
     for seed in range(400):
         sequence = objective.draw(example, np.random.default_rng(seed))
-        blocks, first, num_masked = np.unique(
+        _, first, num_masked = np.unique(
             sequence.block_ids[sequence.read], return_index=True, return_counts=True
         )
         t = 1 / sequence.weights[first]

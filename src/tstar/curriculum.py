@@ -25,10 +25,37 @@ Group = TypeVar("Group")
 class Plateau:
     """When a stage may end before its last update."""
 
-    patience: int = 3
+    patience: int = 4
     """Evaluations in a row without a better validation accuracy."""
     min_gain: float = 0.0
     """What is to count as better: more than this above the best before."""
+
+
+@dataclass(frozen=True)
+class WeightedPolicy(UnmaskPolicy):
+    """One unmask policy of a mixture."""
+
+    weight: float = 1.0
+    """How often it is drawn, relative to the others."""
+
+
+@dataclass(frozen=True)
+class ColdStart:
+    """SFT on the policy's own correct rollouts, at the new block size."""
+
+    num_problems: int = 256
+    """Problems that are answered for it, decoded at the block size before; in the first stage at its own."""
+    num_steps: int = 100
+    """Optimizer steps."""
+    batch_size: int = 64
+    """Responses per optimizer step."""
+    learning_rate: float = 1e-5
+    warmup_steps: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("num_problems", "num_steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: {getattr(self, name)} is too few; use 1 or more")
 
 
 @dataclass(frozen=True)
@@ -40,7 +67,7 @@ class Stage:
     num_updates: int
     """K_B; with a plateau, the most."""
     learning_rate: float
-    policies: tuple[tuple[UnmaskPolicy, float], ...]
+    policies: tuple[WeightedPolicy, ...]
     """How rollouts are decoded: each problem by one of these, drawn by weight."""
     shifted_rollouts: ShiftedRollouts = "replay"
     """d2's rollouts: drawn under P^(0) and replayed under P^(B/2), or sampled under P^(B/2). off: no second
@@ -48,8 +75,8 @@ class Stage:
     origin: Origin = "response"
     keep_optimizer: bool = True
     """Go on with the optimizer state of the stage before."""
-    cold_start_steps: int = 0
-    """SFT steps at this block size on the policy's own correct rollouts, before the first update."""
+    cold_start: ColdStart | None = None
+    """Before the first update."""
     plateau: Plateau | None = None
 
     def __post_init__(self) -> None:

@@ -106,6 +106,12 @@ class PolicyColumns:
             entropy_bound=np.array([p.entropy_bound or 0.0 for p in policies], dtype=np.float64),
         )
 
+    def put(self, row: int, policy: UnmaskPolicy) -> None:
+        """Give a row another policy."""
+        new = PolicyColumns.of([policy])
+        for name in ("kind", "tokens_per_step", "steps_per_block", "log_threshold", "entropy_bound"):
+            getattr(self, name)[row] = getattr(new, name)[0]
+
     def at(self, rows: Int64[np.ndarray, " chosen"]) -> PolicyColumns:
         return PolicyColumns(
             self.kind[rows],
@@ -124,8 +130,8 @@ def step_budget(
     """Positions that a row finalises at least in the step after `block_step` others of its block."""
     steps_left = np.maximum(policies.steps_per_block - block_step, 1)
     spread = -(-num_masked // steps_left)
-    budget: np.ndarray = np.where(policies.tokens_per_step > 0, policies.tokens_per_step, spread)
-    budget = np.minimum(budget, num_masked)
+    fixed = policies.tokens_per_step
+    budget: np.ndarray = np.minimum(np.where(fixed > 0, fixed, spread), num_masked)
     return budget
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiny_models import make_config, randomise
 from tstar.model.attention import prepare
-from tstar.model.attention.store import KVStore, StoreRow
+from tstar.model.attention.store import KVStore, StoreRows
 from tstar.model.head import target_scores
 from tstar.model.layout import PackedLayout
 from tstar.model.transformer import LanguageModel
@@ -94,7 +94,7 @@ def test_rows_against_the_store_equal_the_packed_forward(dtype: torch.dtype) -> 
     with torch.no_grad():
         expected = model(token_ids, prepare(layout, "cuda"))
         blocks = [partition.block(i) for i in range(partition.num_blocks)]
-        got = [model(token_ids[b.slice], store.prepare([StoreRow(b.start, b.stop, pages)])) for b in blocks]
+        got = [model(token_ids[b.slice], store.prepare(StoreRows.blocks([b.start], [b.stop], [pages]))) for b in blocks]
     error = (torch.cat(got) - expected).float().abs()
     assert error.mean() < (1e-3 if dtype == torch.float32 else 0.05)
     assert error.max() < (2e-2 if dtype == torch.float32 else 0.5)

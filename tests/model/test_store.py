@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from tiny_models import make_config, make_model
 from tstar.model.attention import prepare
-from tstar.model.attention.store import KVStore, StoreRow
+from tstar.model.attention.store import KVStore, StoreRows
 from tstar.model.layout import PackedLayout
-from tstar.partition import Partition
+from tstar.partition import Block, Partition
 
 TOLERANCE = {"rtol": 0, "atol": 2e-5}
 
@@ -18,6 +20,10 @@ def scattered_pages(num_sequences: int, pages_each: int) -> list[tuple[int, ...]
     """Pages of each sequence, neither contiguous nor in order."""
     shuffled = torch.randperm(num_sequences * pages_each).tolist()
     return [tuple(shuffled[i::num_sequences]) for i in range(num_sequences)]
+
+
+def rows_of(blocks: Sequence[Block], pages: list[tuple[int, ...]]) -> StoreRows:
+    return StoreRows.blocks([b.start for b in blocks], [b.stop for b in blocks], pages)
 
 
 @pytest.mark.parametrize("model_type", ["sdar", "sdar_moe", "llama"])
@@ -42,7 +48,7 @@ def test_block_by_block_equals_the_packed_forward(model_type: str, page_size: in
     for index in range(max(p.num_blocks for p in partitions)):
         active = [i for i, p in enumerate(partitions) if index < p.num_blocks]
         blocks = [partitions[i].block(index) for i in active]
-        rows = [StoreRow(b.start, b.stop, pages[i]) for i, b in zip(active, blocks, strict=True)]
+        rows = rows_of(blocks, [pages[i] for i in active])
         fed = torch.cat([texts[i][b.slice] for i, b in zip(active, blocks, strict=True)])
         with torch.no_grad():
             hidden = model(fed, store.prepare(rows)).split([len(b) for b in blocks])
@@ -63,7 +69,7 @@ def test_prefill_commit_and_denoising_are_one_forward() -> None:
     second = partition.blocks[1]
     blocks = [*partition.prompt_blocks, partition.blocks[0]]
     store = KVStore(model.config, num_pages=30, page_size=4)
-    rows = [StoreRow(b.start, b.stop, tuple(range(7, 20))) for b in (second, *reversed(blocks))]
+    rows = rows_of([second, *reversed(blocks)], [tuple(range(7, 20))] * (len(blocks) + 1))
     fed = torch.cat([noisy[:4], *(clean[b.slice] for b in reversed(blocks))])
     with torch.no_grad():
         hidden = model(fed, store.prepare(rows))
@@ -77,8 +83,8 @@ def test_sequences_can_share_the_pages_of_their_prompt() -> None:
     prompt, responses = torch.randint(96, (8,)), torch.randint(96, (2, 4))
     store = KVStore(model.config, num_pages=8, page_size=4)
     with torch.no_grad():
-        model(prompt, store.prepare([StoreRow(0, 4, (5, 2)), StoreRow(4, 8, (5, 2))]))
-        rows = [StoreRow(8, 12, (5, 2, 0)), StoreRow(8, 12, (5, 2, 7))]
+        model(prompt, store.prepare(StoreRows.blocks([0, 4], [4, 8], [(5, 2), (5, 2)])))
+        rows = StoreRows.blocks([8, 8], [12, 12], [(5, 2, 0), (5, 2, 7)])
         hidden = model(responses.flatten(), store.prepare(rows)).view(2, 4, -1)
         for response, got in zip(responses, hidden, strict=True):
             layout = PackedLayout.clean([Partition(8, 4, 4)])
@@ -91,7 +97,7 @@ def test_what_happens_to_one_sequence_does_not_reach_another() -> None:
     model = make_model("sdar")
     store = KVStore(model.config, num_pages=100, page_size=2)
     store.keys[:, 0], store.values[:, 0] = torch.nan, torch.nan
-    rows = [StoreRow(0, 4, (0, 1)), StoreRow(0, 4, (2, 3)), StoreRow(0, 2, (4,))]
+    rows = StoreRows.blocks([0, 0, 0], [4, 4, 2], [(0, 1), (2, 3), (4,)])
     with torch.no_grad():
         model.model.embed_tokens.weight[0] = torch.nan
         token_ids = torch.tensor([0, 0, 0, 0, 5, 6, 7, 8, 9, 10])
@@ -112,6 +118,6 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"rows\[1\].pages: 2 pages of 4 hold 8 positions; the row ends at 9"
     ):
-        store.prepare([StoreRow(0, 4, (0,)), StoreRow(5, 9, (1, 2))])
-    with pytest.raises(ValueError, match=r"not \[3, 3\)"):
-        StoreRow(3, 3, (0,))
+        store.prepare(StoreRows.blocks([0, 5], [4, 9], [(0,), (1, 2)]))
+    with pytest.raises(ValueError, match=r"rows\[0\]: .* not \[3, 3\)"):
+        StoreRows.blocks([3], [3], [(0,)])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from jaxtyping import Bool, Float64
-from tiny_models import make_model, make_peer
 
+from tiny_models import make_model, make_peer
 from tstar.model.attention import prepare
 from tstar.model.config import ModelConfig
 from tstar.model.layout import PackedLayout
@@ -33,7 +33,7 @@ def slow_block_loss(
     is_masked: Bool[np.ndarray, " response"],
     ratios: Float64[np.ndarray, " response"],
 ) -> torch.Tensor:
-    """Eq. 2 as it is written, a block and a forward at a time: clean text, then the block with masks in it."""
+    """Eq. 2 as it is written, a forward for each block: clean text, then the block with masks in it."""
     total = torch.zeros((), dtype=torch.float64)
     for block in partition.blocks:
         corrupted = token_ids[: block.stop].clone()

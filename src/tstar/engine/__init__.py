@@ -1,5 +1,6 @@
 """The sampling engine: requests in, trajectories out (docs/engine.md)."""
 
+from tstar.engine.engine import Engine
 from tstar.engine.request import (
     EngineConfig,
     Event,
@@ -12,6 +13,7 @@ from tstar.engine.request import (
 )
 
 __all__ = [
+    "Engine",
     "EngineConfig",
     "Event",
     "GenerationError",

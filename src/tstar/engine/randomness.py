@@ -35,4 +35,5 @@ def keyed_uniforms(
 def _mix(x: UInt64[np.ndarray, " draws"]) -> UInt64[np.ndarray, " draws"]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed

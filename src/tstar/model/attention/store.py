@@ -1,26 +1,36 @@
-"""Rows of blocks against a KV store: prefill, denoising and commit as one operation, without gradient.
+"""Rows of tokens against a KV store: prefill, denoising and commit as one operation, without gradient.
 
-A row is one block of one sequence. In every layer all rows write their keys and values first; then each
-row attends, without a causal mask, to its sequence's first `context_length` positions, itself included.
-Nothing depends on the order of rows, so any mix of prefills, block sizes and sequences is one forward; a
-row even sees what another row of its sequence (its earlier block) wrote in the same forward.
+A row is a run of consecutive tokens of one sequence: blocks of a prompt, a block being denoised, or a
+finished block (its commit) and the next one (its first denoising step) together. In every layer all rows
+write their keys and values first; then each token attends, without a causal mask, to its sequence's first
+`visible_stops[token]` positions. Nothing depends on the order of rows, so any mix of prefills, block sizes
+and sequences is one forward; a row even sees what another row wrote for it in the same forward.
+
+Keys and values lie in pages, head by head inside a page. One `index_select` of (page, head) pairs then
+gives each row's context as the operand of a batched matmul, contiguous; rows of similar length and context
+are computed together, padded, a cache's worth at a time.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from tstar.model.attention.tiled import grouped_attention
 from tstar.model.config import ModelConfig
 
-LENGTH_QUANTUM = 64
-"""Rows whose contexts round up to the same multiple are computed together."""
+PIECE_LENGTH = 128
+"""Queries of one row that are computed together; longer rows (prefill) are cut, so that early pieces
+gather short contexts."""
+CONTEXT_QUANTUM = 64
+"""Contexts are padded to this, or to a quarter of their power of two, so that rows fall into few shapes."""
+MAX_GATHERED = 1 << 21
+"""Keys' numbers gathered at once: keys, values and scores should stay in the last-level cache."""
+GROUP_COST = 1 << 18
+"""Padded keys' numbers that cost as much as one more group of rows."""
 
 
 class KVStore:
@@ -35,62 +45,103 @@ class KVStore:
         device: torch.device | str = "cpu",
     ) -> None:
         self.page_size = page_size
-        shape = (
-            config.num_hidden_layers,
-            num_pages,
-            page_size,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        shape = (config.num_hidden_layers, num_pages, self.num_kv_heads, page_size, self.head_dim)
+        self.keys = _zeros(shape, dtype, torch.device(device))
+        self.values = _zeros(shape, dtype, torch.device(device))
 
     @staticmethod
     def num_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
         per_layer = 2 * config.num_key_value_heads * config.head_dim
         return config.num_hidden_layers * per_layer * dtype.itemsize
 
-    def prepare(self, rows: Sequence[StoreRow]) -> StoreAttention:
+    def prepare(self, rows: StoreRows) -> StoreAttention:
         """Make one forward's rows ready; tokens are fed in the order of the rows."""
         return StoreAttention(self, rows)
 
+    def copy_page(self, source: int, target: int) -> None:
+        for pages in (self.keys, self.values):
+            pages[:, target] = pages[:, source]
 
-@dataclass(frozen=True)
-class StoreRow:
-    """One block of one sequence, to be written and to attend."""
+    def clear_pages(self, pages: list[int]) -> None:
+        """Forget what a page held: a masked key counts nothing only as long as it is a number."""
+        self.keys[:, pages] = 0
+        self.values[:, pages] = 0
 
-    start: int
-    """Position of the row's first token in its sequence."""
-    stop: int
-    """One past its last; the row sees every position before it."""
-    pages: tuple[int, ...]
-    """The sequence's pages in order; position p lies in page p // page_size."""
+
+@dataclass(frozen=True, eq=False)
+class StoreRows:
+    """The rows of one forward."""
+
+    starts: Int64[np.ndarray, " rows"]
+    """Position of each row's first token in its sequence."""
+    stops: Int64[np.ndarray, " rows"]
+    """One past its last."""
+    page_table: Int64[np.ndarray, "rows pages"]
+    """Each row's pages in order: position p lies in page p // page_size; short lists may end in anything."""
+    visible_stops: Int64[np.ndarray, " tokens"]
+    """Each token sees its sequence's positions before this one."""
+    mirrored_tokens: Int64[np.ndarray, " mirrored"] | None = None
+    """Tokens of the forward whose keys and values are also written elsewhere ..."""
+    mirror_slots: Int64[np.ndarray, " mirrored"] | None = None
+    """... namely there: page * page_size + place in the page."""
+
+    @classmethod
+    def blocks(cls, starts: list[int], stops: list[int], pages: list[tuple[int, ...]]) -> StoreRows:
+        """Rows of one block each: all tokens of a row see all of it."""
+        lengths = np.subtract(stops, starts)
+        table = np.zeros((len(pages), max(len(row) for row in pages)), dtype=np.int64)
+        for row, own in zip(table, pages, strict=True):
+            row[: len(own)] = own
+        return cls(np.array(starts), np.array(stops), table, np.repeat(np.array(stops), lengths))
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise ValueError(f"start, stop: a row needs at least one token, not [{self.start}, {self.stop})")
+        if not (self.starts < self.stops).all() or (self.starts < 0).any():
+            index = int(np.argmax((self.starts >= self.stops) | (self.starts < 0)))
+            raise ValueError(
+                f"rows[{index}]: a row needs at least one token, "
+                f"not [{self.starts[index]}, {self.stops[index]})"
+            )
+        if len(self.visible_stops) != (self.stops - self.starts).sum():
+            raise ValueError(
+                f"visible_stops: {len(self.visible_stops)} entries for "
+                f"{(self.stops - self.starts).sum()} tokens"
+            )
 
 
 class StoreAttention:
-    def __init__(self, store: KVStore, rows: Sequence[StoreRow]) -> None:
-        for index, row in enumerate(rows):
-            if row.stop > len(row.pages) * store.page_size:
-                raise ValueError(
-                    f"rows[{index}].pages: {len(row.pages)} pages of {store.page_size} hold "
-                    f"{len(row.pages) * store.page_size} positions; the row ends at {row.stop}"
-                )
+    def __init__(self, store: KVStore, rows: StoreRows) -> None:
+        capacity = rows.page_table.shape[1] * store.page_size
+        if rows.visible_stops.max() > capacity or rows.stops.max() > capacity:
+            index = int(np.argmax(rows.stops))
+            raise ValueError(
+                f"rows[{index}].pages: {rows.page_table.shape[1]} pages of {store.page_size} hold "
+                f"{capacity} positions; the row ends at {rows.stops[index]}"
+            )
         device = store.keys.device
         self._store = store
-        self._groups = [group.to(device) for group in _group_rows(rows, store.page_size)]
-        positions = torch.cat([torch.arange(row.start, row.stop) for row in rows])
-        self.positions = positions.to(device)
-        slots = [
-            torch.tensor(row.pages)[torch.arange(row.start, row.stop) // store.page_size] * store.page_size
-            for row in rows
-        ]
-        self._slots = (torch.cat(slots) + positions % store.page_size).to(device)
+        lengths = rows.stops - rows.starts
+        first_tokens = np.cumsum(lengths) - lengths
+        row_ids = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(len(row_ids)) - (first_tokens - rows.starts)[row_ids]
+        self.positions = torch.from_numpy(positions).to(device)
+        pages, places = np.divmod(positions, store.page_size)
+        pages = rows.page_table[row_ids, pages]
+        self._mirrored: Tensor | None = None
+        if rows.mirrored_tokens is not None and rows.mirror_slots is not None:
+            mirror_pages, mirror_places = np.divmod(rows.mirror_slots, store.page_size)
+            pages, places = np.append(pages, mirror_pages), np.append(places, mirror_places)
+            tokens = np.append(np.arange(len(row_ids)), rows.mirrored_tokens)
+            self._mirrored = torch.from_numpy(tokens).to(device)
+        heads = np.arange(store.num_kv_heads)
+        slots = (pages[:, None] * store.num_kv_heads + heads) * store.page_size + places[:, None]
+        self._slots = torch.from_numpy(slots.reshape(-1)).to(device)
+        self._groups = _group_pieces(store, rows, lengths, first_tokens)
+        order = np.concatenate([group.kept_tokens for group in self._groups])
+        is_in_order = bool((order == np.arange(len(order))).all())
+        self._back = None if is_in_order else torch.from_numpy(np.argsort(order)).to(device)
 
-    @torch.no_grad()
     def attend(
         self,
         layer: int,
@@ -99,48 +150,160 @@ class StoreAttention:
         value: Float[Tensor, "tokens kv_heads head_dim"],
     ) -> Float[Tensor, "tokens heads head_dim"]:
         keys, values = self._store.keys[layer], self._store.values[layer]
-        keys.view(-1, *key.shape[1:]).index_copy_(0, self._slots, key.to(keys.dtype))
-        values.view(-1, *value.shape[1:]).index_copy_(0, self._slots, value.to(values.dtype))
-        out = torch.empty_like(query)
-        for group in self._groups:
-            context = [x.index_select(0, group.pages.view(-1)) for x in (keys, values)]
-            by_row = [x.view(len(group.pages), -1, *x.shape[2:]).to(query.dtype) for x in context]
-            out[group.tokens] = grouped_attention(query[group.tokens], by_row[0], by_row[1], group.is_visible)
-        return out
+        head_dim = keys.shape[-1]
+        if self._mirrored is not None:
+            key, value = key.index_select(0, self._mirrored), value.index_select(0, self._mirrored)
+        keys.view(-1, head_dim).index_copy_(0, self._slots, key.reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, self._slots, value.reshape(-1, head_dim))
+        parts = [group.attend(query, keys, values) for group in self._groups]
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return mixed if self._back is None else mixed.index_select(0, self._back)
 
 
-@dataclass(frozen=True)
-class _RowGroup:
-    """Rows of equal length and of about equal context."""
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Pieces of rows, padded to the same number of queries and of keys."""
 
-    tokens: Int64[Tensor, "rows row_length"]
-    pages: Int64[Tensor, "rows pages"]
-    is_visible: Bool[Tensor, "rows context"]
+    kept_tokens: Int64[np.ndarray, " kept"]
+    """The tokens of the forward that come out, in order."""
+    tokens: Int64[Tensor, " queries"] | None
+    """Tokens to compute, every piece padded with its own last one; None: all of them as they stand."""
+    kept: Int64[Tensor, " kept"] | None
+    """Which of them come out; None: all."""
+    contexts: Int64[Tensor, " pieces_heads_pages"]
+    """For each piece, head and page, where in the store its keys lie."""
+    bias: Float[Tensor, "pieces lengths context"]
+    """0 for visible keys, -inf for others; the second size is 1 where all queries of a piece see the same."""
 
-    def to(self, device: torch.device) -> _RowGroup:
-        return _RowGroup(self.tokens.to(device), self.pages.to(device), self.is_visible.to(device))
-
-
-def _group_rows(rows: Sequence[StoreRow], page_size: int) -> list[_RowGroup]:
-    by_shape: dict[tuple[int, int], list[tuple[int, StoreRow]]] = defaultdict(list)
-    first_token = 0
-    for row in rows:
-        context = -(-row.stop // LENGTH_QUANTUM) * LENGTH_QUANTUM
-        by_shape[row.stop - row.start, -(-context // page_size)].append((first_token, row))
-        first_token += row.stop - row.start
-    return [
-        _RowGroup(
-            tokens=torch.tensor([[first + i for i in range(length)] for first, _ in members]),
-            # Short page lists are filled up with the row's own first page: it is masked there, and a
-            # masked NaN still spoils a sum, so no row may touch another sequence's pages.
-            pages=torch.tensor(
-                [
-                    (*row.pages[:num_pages], *[row.pages[0]] * (num_pages - len(row.pages)))
-                    for _, row in members
-                ]
-            ),
-            is_visible=torch.arange(num_pages * page_size)
-            < torch.tensor([row.stop for _, row in members])[:, None],
+    def attend(
+        self,
+        query: Float[Tensor, "tokens heads head_dim"],
+        keys: Float[Tensor, "pages kv_heads page_size head_dim"],
+        values: Float[Tensor, "pages kv_heads page_size head_dim"],
+    ) -> Float[Tensor, "kept heads head_dim"]:
+        num_pieces, num_lengths, num_keys = self.bias.shape
+        kv_heads, page_size, head_dim = keys.shape[1:]
+        picked = query if self.tokens is None else query.index_select(0, self.tokens)
+        q = picked.view(num_pieces, -1, kv_heads, query.shape[1] // kv_heads, head_dim).transpose(1, 2)
+        length, num_shared = q.shape[2:4]
+        q = (q * head_dim**-0.5).reshape(num_pieces * kv_heads, -1, head_dim)
+        k, v = (
+            x.view(-1, page_size * head_dim).index_select(0, self.contexts).view(len(q), num_keys, head_dim)
+            for x in (keys, values)
         )
-        for (length, num_pages), members in by_shape.items()
-    ]
+        scores = torch.bmm(q, k.transpose(1, 2))
+        if num_lengths == 1:
+            scores.view(num_pieces, -1, num_keys).add_(self.bias)
+        else:
+            scores.view(num_pieces, kv_heads, length, num_shared, num_keys).add_(self.bias[:, None, :, None])
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), v)
+        mixed = mixed.view(num_pieces, kv_heads, length, num_shared, head_dim).transpose(1, 2)
+        out = mixed.reshape(num_pieces * length, -1, head_dim)
+        return out if self.kept is None else out.index_select(0, self.kept)
+
+
+# -- planning ----------------------------------------------------------------------------------
+
+
+def _group_pieces(
+    store: KVStore,
+    rows: StoreRows,
+    lengths: Int64[np.ndarray, " rows"],
+    first_tokens: Int64[np.ndarray, " rows"],
+) -> list[_Group]:
+    """Cut rows into pieces, sort these by shape, and pad neighbours to one shape where that costs less
+    than another group would."""
+    num_pieces = -(-lengths // PIECE_LENGTH)
+    row = np.repeat(np.arange(len(lengths)), num_pieces)
+    index_in_row = np.arange(len(row)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    first = first_tokens[row] + index_in_row * PIECE_LENGTH
+    length = np.minimum(lengths[row] - index_in_row * PIECE_LENGTH, PIECE_LENGTH)
+    context = rows.visible_stops[first + length - 1]
+    padded = _round_up(context)
+    order = np.lexsort((padded, length))
+    length, padded = length[order], padded[order]
+
+    width = store.num_kv_heads * store.head_dim
+    groups, start = [], 0
+    for stop in _run_ends(length, padded, GROUP_COST / width, max(1, MAX_GATHERED // width)):
+        members = order[start:stop]
+        groups.append(_make_group(store, rows, row[members], first[members], length[start:stop]))
+        start = stop
+    return groups
+
+
+def _round_up(context: Int64[np.ndarray, " pieces"]) -> Int64[np.ndarray, " pieces"]:
+    quantum = np.maximum(CONTEXT_QUANTUM, 2 ** np.ceil(np.log2(context)).astype(np.int64) // 4)
+    rounded: np.ndarray = -(-context // quantum) * quantum
+    return rounded
+
+
+def _run_ends(
+    length: Int64[np.ndarray, " pieces"],
+    context: Int64[np.ndarray, " pieces"],
+    group_cost: float,
+    max_keys: int,
+) -> list[int]:
+    """Where the groups end in pieces sorted by shape: runs of equal shape, joined while padding is cheap
+    and cut where their contexts outgrow the cache."""
+    is_new = (np.diff(length) != 0) | (np.diff(context) != 0)
+    ends = [*(np.flatnonzero(is_new) + 1).tolist(), len(length)]
+    joined: list[int] = []
+    start, waste = 0, 0.0
+    for end, next_end in zip(ends, [*ends[1:], None], strict=True):
+        if next_end is not None:
+            # The smaller shapes of the two runs would be computed as the larger ones.
+            growth = context[next_end - 1] - context[end - 1]
+            growth = growth * (end - start) if growth > 0 else -growth * (next_end - end)
+            stretch = (length[next_end - 1] - length[end - 1]) / PIECE_LENGTH * context[start:end].sum() * 2
+            waste += float(growth + stretch)
+            if waste <= group_cost and length[next_end - 1] <= 2 * length[start]:
+                continue
+        step = max(1, int(max_keys // context[start:end].max()))
+        joined += [*range(start + step, end, step), end]
+        start, waste = end, 0.0
+    return joined
+
+
+def _make_group(
+    store: KVStore,
+    rows: StoreRows,
+    row: Int64[np.ndarray, " pieces"],
+    first: Int64[np.ndarray, " pieces"],
+    length: Int64[np.ndarray, " pieces"],
+) -> _Group:
+    device, dtype = store.keys.device, store.keys.dtype
+    steps = np.arange(length.max())
+    is_kept = steps < length[:, None]
+    tokens = first[:, None] + np.minimum(steps, length[:, None] - 1)
+    visible = rows.visible_stops[tokens]
+    num_pages = int(-(-_round_up(visible.max(axis=1)).max() // store.page_size))
+    # Past its own pages a row repeats its first one: it is masked there, and a masked NaN still spoils a
+    # sum, so no row may touch another sequence's pages.
+    pages = np.repeat(rows.page_table[row, :1], num_pages, axis=1)
+    own = rows.page_table[row, :num_pages]
+    is_own = np.arange(own.shape[1]) < -(-visible.max(axis=1) // store.page_size)[:, None]
+    pages[:, : own.shape[1]] = np.where(is_own, own, pages[:, : own.shape[1]])
+    contexts = pages[:, None] * store.num_kv_heads + np.arange(store.num_kv_heads)[:, None]
+    if (visible == visible[:, :1]).all():
+        visible = visible[:, :1]
+    hidden = torch.from_numpy(np.arange(num_pages * store.page_size) >= visible[..., None])
+    flat = tokens.reshape(-1)
+    is_whole = bool(is_kept.all())
+    is_all = is_whole and len(flat) == len(rows.visible_stops) and bool((flat == np.arange(len(flat))).all())
+    return _Group(
+        kept_tokens=tokens[is_kept],
+        tokens=None if is_all else torch.from_numpy(flat).to(device),
+        kept=None if is_whole else torch.from_numpy(np.flatnonzero(is_kept)).to(device),
+        contexts=torch.from_numpy(contexts.reshape(-1)).to(device),
+        bias=torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device),
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are the kernel's: a page of memory is taken when it is first written, so a generous
+    # budget costs nothing until it is used. torch would write all of them.
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,0 +1,75 @@
+"""How the engine's memory is spent: logits and activations of one forward, and pages with the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from tstar.cgroup import read_limits
+from tstar.engine.request import EngineConfig
+from tstar.errors import UserError
+from tstar.model.attention.store import MAX_GATHERED, KVStore
+from tstar.model.config import ModelConfig
+
+BYTES_PER_LOGIT = 24
+"""A logit, its exponential in fp32, and what sorting and filtering copy."""
+MAX_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}
+"""Logits of one portion: full matmul speed, and on the CPU not much more than its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a budget is good for."""
+
+    budget: int
+    """Bytes in all."""
+    max_logits: int
+    """Logits of one portion."""
+    max_forward_tokens: int
+    num_pages: int
+
+    @classmethod
+    def of(
+        cls, settings: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> MemoryPlan:
+        budget = (
+            settings.memory if isinstance(settings.memory, int) else int(settings.memory * free_bytes(device))
+        )
+        rows = max(1, budget // 8 // (model.vocab_size * BYTES_PER_LOGIT))
+        max_logits = min(MAX_LOGITS.get(device.type, MAX_LOGITS["cuda"]), rows * model.vocab_size)
+        max_logits = max(max_logits, model.vocab_size)
+        per_token = activation_bytes_per_token(model, dtype)
+        fixed = max_logits * BYTES_PER_LOGIT + 4 * MAX_GATHERED * max(dtype.itemsize, 4)
+        num_tokens = min(settings.max_forward_tokens, max(0, budget - fixed) // 4 // per_token)
+        page_bytes = settings.page_size * KVStore.num_bytes_per_token(model, dtype)
+        num_pages = (budget - fixed - num_tokens * per_token) // page_bytes
+        if num_pages < 1 or num_tokens < 1:
+            raise UserError(
+                f"memory: {budget:,} bytes hold no keys and values beside {fixed:,} for logits and attention "
+                f"and {per_token:,} for each token of a forward; give more"
+            )
+        most_useful = settings.max_requests * -(-model.max_position_embeddings // settings.page_size)
+        return cls(budget, max_logits, num_tokens, min(num_pages, most_useful))
+
+
+def activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
+    """What a forward holds at once for each of its tokens: the residual stream in and out, projections and
+    the rotated copies of queries and keys, or the two halves of the MLP and their product."""
+    heads = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+    inner = model.intermediate_size
+    if model.moe is not None:
+        inner = max(
+            inner, model.moe.num_experts_per_tok * (model.moe.moe_intermediate_size + model.hidden_size)
+        )
+    return dtype.itemsize * (4 * model.hidden_size + max(6 * heads, 4 * inner))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses, under the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    limit = read_limits().free_memory_bytes
+    return free if limit is None else min(free, limit)

@@ -1,0 +1,213 @@
+"""From hidden states to drawn tokens: one pass over the logits, a portion at a time.
+
+Every position asks three things of its distribution (logits over its temperature, without the mask
+token): how sure is it, which token is drawn, with what log-probability. All three follow from the
+exponentials of logits minus their maximum, written over the logits; nothing is divided by their sum, and
+no portion is larger than the engine's budget for logits.
+
+A token is drawn by inverse distribution function from one uniform number, so it depends on that number
+alone, whatever else is computed beside it. The vocabulary is summed up in runs: a run is chosen by the
+sums, then a token inside it. In both searches the found sum exceeds the one before it, so what is drawn
+has a probability above 0: a token that was filtered out, and the mask token, cannot come out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+RUN_LENGTH = 128
+"""Tokens of the vocabulary summed up together."""
+_BELOW_1 = 1.0 - 2.0**-53
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How to read each position; numbers that no position needs are None, and their work is left out."""
+
+    uniforms: Float64[Tensor, " reads"] | None
+    """None: every position takes the likeliest token."""
+    is_greedy: Int64[Tensor, " reads"] | None
+    """None: all or none of them, as `uniforms` says."""
+    temperatures: Float64[Tensor, " reads"] | None
+    """None: 1 everywhere."""
+    top_k: Int64[Tensor, " reads"] | None
+    top_p: Float64[Tensor, " reads"] | None
+    min_p: Float64[Tensor, " reads"] | None
+    wants_entropy: bool
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        uniforms: Float64[np.ndarray, " reads"],
+        temperatures: Float64[np.ndarray, " reads"],
+        top_k: Int64[np.ndarray, " reads"],
+        top_p: Float64[np.ndarray, " reads"],
+        min_p: Float64[np.ndarray, " reads"],
+        wants_entropy: bool,
+    ) -> Draws:
+        """A temperature of 0 is greedy; a top_k of 0 is none."""
+        is_greedy = temperatures == 0
+
+        def sent(values: np.ndarray, is_needed: bool) -> Tensor | None:
+            return torch.from_numpy(values).to(device) if is_needed else None
+
+        draws_any = not is_greedy.all()
+        return cls(
+            uniforms=sent(uniforms, bool(draws_any)),
+            is_greedy=sent(is_greedy.astype(np.int64), bool(draws_any and is_greedy.any())),
+            temperatures=sent(
+                np.where(is_greedy, 1.0, temperatures), bool((temperatures[~is_greedy] != 1).any())
+            ),
+            top_k=sent(top_k, bool(draws_any and top_k.any())),
+            top_p=sent(top_p, bool(draws_any and (top_p < 1).any())),
+            min_p=sent(min_p, bool(draws_any and (min_p > 0).any())),
+            wants_entropy=wants_entropy,
+        )
+
+    def part(self, reads: slice) -> Draws:
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[reads]
+
+        return Draws(
+            cut(self.uniforms),
+            cut(self.is_greedy),
+            cut(self.temperatures),
+            cut(self.top_k),
+            cut(self.top_p),
+            cut(self.min_p),
+            self.wants_entropy,
+        )
+
+
+def read_distribution(
+    hidden: Float[Tensor, "reads hidden"],
+    output_weight: Float[Tensor, "vocab hidden"],
+    draws: Draws,
+    excluded: int | None,
+    max_logits: int,
+) -> Float64[Tensor, "reads 4"]:
+    """Per position: the drawn token, its log-prob, the likeliest token's log-prob, the entropy (0 where
+    nobody wants it). Log-probs and entropy are those of the whole distribution, before any filter."""
+    out = torch.empty(len(hidden), 4, dtype=torch.float64, device=hidden.device)
+    step = max(1, max_logits // len(output_weight))
+    for start in range(0, len(hidden), step):
+        reads = slice(start, start + step)
+        logits = F.linear(hidden[reads], output_weight)
+        if excluded is not None:
+            logits[:, excluded] = -torch.inf
+        _read_portion(logits, draws.part(reads), out[reads])
+    return out
+
+
+def _read_portion(
+    logits: Float[Tensor, "reads vocab"], draws: Draws, out: Float64[Tensor, "reads 4"]
+) -> None:
+    """`read_distribution` of one portion; writes over the logits."""
+    highest = _run_reduce(logits, "max").amax(-1, keepdim=True)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        weights = torch.sub(logits, highest.float())
+    else:
+        weights = logits.sub_(highest)
+    if draws.temperatures is not None:
+        weights *= (1.0 / draws.temperatures)[:, None].to(weights.dtype)
+    weights.exp_()  # over their sum: probabilities; the likeliest token's is 1
+    sums = _run_reduce(weights, "sum").double()
+    log_total = sums.sum(-1).log()
+    out[:, 2] = -log_total
+    out[:, 3] = _entropy(weights, log_total) if draws.wants_entropy else 0.0
+
+    tokens = _draw(weights, sums, draws) if draws.uniforms is not None else _likeliest(weights)
+    if draws.is_greedy is not None:
+        tokens = torch.where(draws.is_greedy > 0, _likeliest(weights), tokens)
+    out[:, 0] = tokens
+    out[:, 1] = weights.gather(1, tokens[:, None])[:, 0].double().log() - log_total
+
+
+def _draw(
+    weights: Float[Tensor, "reads vocab"], sums: Float64[Tensor, "reads runs"], draws: Draws
+) -> Int64[Tensor, " reads"]:
+    least = _least_weight(weights, draws)
+    if least is not None:
+        weights = torch.where(weights >= least[:, None], weights, 0)
+        sums = _run_reduce(weights, "sum").double()
+    assert draws.uniforms is not None
+    run, rest = _search(sums, draws.uniforms)
+    inside = run[:, None] * RUN_LENGTH + torch.arange(RUN_LENGTH, device=weights.device)
+    shares = weights.gather(1, inside.clamp(max=weights.shape[1] - 1)).double()
+    shares *= inside < weights.shape[1]
+    token, _ = _search(shares, rest)
+    drawn: Tensor = run * RUN_LENGTH + token
+    return drawn.clamp(max=weights.shape[1] - 1)  # NaN finds nothing; its request fails by its log-prob
+
+
+def _search(
+    shares: Float64[Tensor, "reads shares"], uniforms: Float64[Tensor, " reads"]
+) -> tuple[Int64[Tensor, " reads"], Float64[Tensor, " reads"]]:
+    """The first share up to which the sum exceeds the uniform's part of the whole, and how far into it the
+    uniform lies, in [0, 1)."""
+    cumulative = shares.cumsum(-1)
+    wanted = (uniforms * cumulative[:, -1])[:, None]
+    found = (cumulative <= wanted).sum(-1, keepdim=True).clamp(max=shares.shape[1] - 1)
+    share = shares.gather(1, found)
+    rest = (wanted - (cumulative.gather(1, found) - share)) / share
+    return found[:, 0], rest[:, 0].clamp(0.0, _BELOW_1)
+
+
+def _least_weight(weights: Float[Tensor, "reads vocab"], draws: Draws) -> Float[Tensor, " reads"] | None:
+    """The weight that a token must have to be drawn: top-k, then top-p of what is left, then min-p."""
+    least: Tensor | None = None
+    if draws.top_k is not None or draws.top_p is not None:
+        # top-p can reach any number of tokens: everything is sorted.
+        num_sorted = weights.shape[1] if draws.top_p is not None else int(draws.top_k.max())  # type: ignore[union-attr]
+        num_sorted = min(num_sorted, weights.shape[1])
+        falling = weights.topk(num_sorted, dim=-1).values
+        if draws.top_k is not None:
+            last = torch.where(draws.top_k > 0, draws.top_k, num_sorted).clamp(max=num_sorted) - 1
+            least = falling.gather(1, last[:, None])[:, 0]
+        if draws.top_p is not None:
+            if least is not None:
+                falling = torch.where(falling >= least[:, None], falling, 0)
+            cumulative = falling.double().cumsum(-1)
+            enough = draws.top_p[:, None] * cumulative[:, -1:]
+            last = (cumulative[:, :-1] < enough).sum(-1, keepdim=True)
+            by_mass = falling.gather(1, last)[:, 0]
+            by_mass = torch.where(draws.top_p < 1, by_mass, 0)
+            least = by_mass if least is None else torch.maximum(least, by_mass)
+    if draws.min_p is not None:
+        by_share = draws.min_p.to(weights.dtype)  # of the likeliest token's weight, which is 1
+        least = by_share if least is None else torch.maximum(least, by_share)
+    return least
+
+
+def _likeliest(weights: Float[Tensor, "reads vocab"]) -> Int64[Tensor, " reads"]:
+    """argmax, the left one of equals: first the run, then the token in it."""
+    run = _run_reduce(weights, "max").argmax(-1)
+    inside = run[:, None] * RUN_LENGTH + torch.arange(RUN_LENGTH, device=weights.device)
+    inside = inside.clamp(max=weights.shape[1] - 1)
+    return inside.gather(1, weights.gather(1, inside).argmax(-1, keepdim=True))[:, 0]
+
+
+def _run_reduce(values: Float[Tensor, "reads vocab"], how: str) -> Float[Tensor, "reads runs"]:
+    """The maximum or the sum of every run of the vocabulary; the last may be short."""
+    num_whole = values.shape[1] // RUN_LENGTH
+    whole = values[:, : num_whole * RUN_LENGTH].unflatten(1, (num_whole, RUN_LENGTH))
+    rest = values[:, num_whole * RUN_LENGTH :]
+    reduced = whole.amax(-1) if how == "max" else whole.sum(-1)
+    if rest.shape[1] == 0:
+        return reduced
+    last = rest.amax(-1, keepdim=True) if how == "max" else rest.sum(-1, keepdim=True)
+    return torch.cat([reduced, last], dim=1)
+
+
+def _entropy(
+    weights: Float[Tensor, "reads vocab"], log_total: Float64[Tensor, " reads"]
+) -> Float64[Tensor, " reads"]:
+    """-Σ p log p with p = weight / total, in nats."""
+    return log_total - torch.xlogy(weights, weights).sum(-1).double() / log_total.exp()

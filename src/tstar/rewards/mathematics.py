@@ -1,0 +1,97 @@
+r"""The reward for mathematics: math-verify on the boxed answer, else on the last expression.
+
+math-verify and SymPy may take for ever and any amount of memory on what a policy writes, so this runs in
+`tstar.rewards.workers` only. math-verify's own time limit is off: it is an alarm signal, which Python
+delivers between two bytecodes, never inside one long multiplication of integers. The worker's is a kill.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from math_verify import parse, verify
+
+from tstar.data import Problem
+from tstar.rewards.answers import MAX_ANSWER_LENGTH, answer_phrase, last_boxed
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its time limit is off
+
+_IMAGINARY = re.compile(r"(?<=[\d}])i(?![a-zA-Z])")
+_TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_ENDS_IN_MATHS = re.compile(r"(?:\$\$?|\\[(\[])([^$\n]+?)(?:\$\$?|\\[)\]])[\s.*]*$")
+
+
+def math(problem: Problem, response: str) -> float:
+    """1 if the answer equals the gold one: numbers, fractions, sets, intervals, matrices, text; units and
+    thousands separators apart. No answer is never equal to anything.
+
+    The answer is the last box; without one, what a sentence gives as the answer, or the formula at the
+    very end, or else what math-verify finds in the last lines.
+    """
+    gold = problem.answer
+    boxed = last_boxed(response)
+    if boxed is not None:
+        return float(are_equal(gold, boxed))
+    tail = response[-MAX_ANSWER_LENGTH:]
+    spoken = answer_phrase(tail)
+    phrase = _without_delimiters(spoken or "")
+    if phrase and _WORD.search(_TEXT.sub("", phrase)) is None:
+        return float(are_equal(gold, phrase))
+    if phrase and _words(phrase) == _words(gold):
+        return 1.0
+    formula = _ENDS_IN_MATHS.search(tail) if spoken is None else None
+    if formula is not None:
+        return float(are_equal(gold, formula[1]))
+    return float(verify(_parse_gold(gold), _parse(tail), timeout_seconds=None))
+
+
+@lru_cache(maxsize=65_536)
+def are_equal(gold: str, answer: str) -> bool:
+    """Whether an answer (the inside of a box) equals the gold one. Cached: samples often agree."""
+    expected = _parse_gold(gold)
+    answer = _tidy(answer)
+    if not answer or _letters(answer) == _letters(_tidy(gold)):
+        return bool(answer)
+    return bool(verify(expected, _parse(f"\\boxed{{{answer}}}"), timeout_seconds=None))
+
+
+@lru_cache(maxsize=4096)
+def _parse_gold(gold: str) -> list[Any]:
+    parsed = _parse(f"\\boxed{{{_tidy(gold)}}}")
+    if not parsed:
+        raise ValueError(f"answer: {gold!r} is no expression; leave the problem out")
+    return parsed
+
+
+def _parse(text: str) -> list[Any]:
+    # math-verify takes a lone i for the imaginary unit, but the i of 5i for a variable.
+    return list(parse(_IMAGINARY.sub(" i", text), parsing_timeout=None))
+
+
+def _tidy(answer: str) -> str:
+    """Without the punctuation of the sentence around it, which math-verify takes for mathematics."""
+    return answer.strip().rstrip(".,;:").strip()
+
+
+def _letters(answer: str) -> str:
+    """What is printed, spaces apart."""
+    return "".join(_TEXT.sub(r"\1", answer).split())
+
+
+def _without_delimiters(phrase: str) -> str:
+    """A phrase without its full stop, emphasis and dollars."""
+    phrase = phrase.replace("\\$", "").strip("* \t\r").rstrip("*. ")
+    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if len(phrase) > len(opening + closing) and phrase.startswith(opening) and phrase.endswith(closing):
+            phrase = phrase[len(opening) : -len(closing)].rstrip("*. ")
+    return phrase if "$" not in phrase else ""
+
+
+def _words(text: str) -> str | None:
+    """The words of a text that has nothing else in it, letter case apart."""
+    words = " ".join(_TEXT.sub(r" \1 ", text).split()).casefold().strip("(). ")
+    return words if words.replace(" ", "").isalpha() else None
