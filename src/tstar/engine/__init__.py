@@ -4,6 +4,7 @@ from tstar.engine.engine import Engine
 from tstar.engine.request import (
     EngineConfig,
     Event,
+    FindStop,
     GenerationError,
     Request,
     RequestFailed,
@@ -16,6 +17,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Event",
+    "FindStop",
     "GenerationError",
     "Request",
     "RequestFailed",

@@ -256,6 +256,7 @@ class Engine:
         if len(slots) == 0:
             return []
         has_stop, after_stop = batch.find_stops(slots)
+        self._ask_for_stops(slots, has_stop, after_stop)
         is_last = batch.block_stop[slots] == batch.length[slots]
         batch.advance(slots[~has_stop & ~is_last])
         events: list[Event] = []
@@ -267,6 +268,20 @@ class Engine:
             self._leave(slot)
             events.append(RequestFinished(running.request_id, trajectory))
         return events
+
+    def _ask_for_stops(self, slots: np.ndarray, has_stop: np.ndarray, after_stop: np.ndarray) -> None:
+        """Let requests find stops of their own, in place; the first stop of a block counts."""
+        batch = self._batch
+        for index, slot in enumerate(slots):
+            running = batch.running[slot]
+            assert running is not None
+            if running.request.find_stop is None:
+                continue
+            start = len(running.request.prompt_ids)
+            stop = int(after_stop[index] if has_stop[index] else batch.block_stop[slot])
+            length = running.request.find_stop(batch.text[slot, start:stop].copy())
+            if length is not None:
+                has_stop[index], after_stop[index] = True, start + length
 
     def _trajectory(self, running: Running, slot: int, after_stop: int | None) -> Trajectory:
         batch, request = self._batch, running.request

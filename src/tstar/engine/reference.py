@@ -117,8 +117,10 @@ def _decode(
             _take_step(request, response, logits, masked, mask_token, step, block_step)
             step += 1
         found = [p for p in positions if response.text[p] in stops]
-        if found:
-            stop_length, reason = found[0] - prompt_length + 1, "stop"
+        text_stop = found[0] + 1 if found else block.stop
+        ended = request.find_stop and request.find_stop(np.array(response.text[prompt_length:text_stop]))
+        if found or ended:
+            stop_length, reason = ended or text_stop - prompt_length, "stop"
             break
         if block.stop < len(response.text):
             num_commits += commit(response, block)

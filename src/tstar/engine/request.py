@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +56,11 @@ class SamplingParams:
         return self.temperature or 1.0
 
 
+FindStop = Callable[[np.ndarray], int | None]
+"""The response's ids up to the end of a block (or up to a stop token in it) -> how many of them are the
+response, if it ends in this block; else None."""
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One response to decode."""
@@ -66,6 +71,8 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     """The same seed, prompt and settings give the same response, whatever else is in the batch."""
+    find_stop: FindStop | None = None
+    """Stops that are no single tokens, such as strings; asked beside the stop tokens."""
 
     def __post_init__(self) -> None:
         ids = np.array(self.prompt_ids, copy=True)
