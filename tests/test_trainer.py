@@ -167,6 +167,8 @@ def test_metrics_say_what_the_update_saw() -> None:
     assert summary["kl_base"] == pytest.approx(0.0, abs=1e-6)
     assert summary["entropy"] > 0
     assert summary["learning_rate"] == 1e-3
+    assert metrics.train_seconds > 0
+    assert not any("seconds" in name for name in summary), "what the clock says is no result"
     assert sum(b.num_actions for b in metrics.by_block()) == summary["num_actions"]
     assert sum(b.num_actions for b in metrics.by_step()) == summary["num_actions"]
 
@@ -369,6 +371,15 @@ def test_a_trainer_resumes_to_the_same_weights(value: ValueConfig | None) -> Non
         assert torch.equal(tensor, resumed.state_dict()[name]), name
 
 
+def test_a_state_of_a_trainer_of_another_kind_is_refused() -> None:
+    plain = Trainer(make_model("sdar", num_hidden_layers=2), TrainerConfig(LR))
+    with_values = Trainer(make_model("sdar", num_hidden_layers=2), TrainerConfig(LR, value=ValueConfig(LR)))
+    with pytest.raises(ValueError, match=r"'value_model.model.embed_tokens.weight' has no place here"):
+        plain.load_state_dict(with_values.state_dict())
+    with pytest.raises(ValueError, match="state: value_model is missing"):
+        with_values.load_state_dict(plain.state_dict())
+
+
 # -- refusals -----------------------------------------------------------------------------------
 
 
@@ -388,3 +399,15 @@ def test_what_the_objective_needs_must_be_there() -> None:
     capped = TrainerConfig(LR, TraceLossConfig(importance_cap=2.0))
     with pytest.raises(UserError, match=r"importance_cap: 2.0 weighs by the engine's log-probs"):
         Trainer(make_model("sdar"), capped).update(make_rollouts(), PartitionRule(4, offset=2))
+
+
+def test_process_rewards_that_nobody_would_hear_are_refused() -> None:
+    rollouts = make_rollouts(1)
+    num_tokens = len(rollouts[2].trajectory.response_ids)
+    rollouts[2] = replace(rollouts[2], token_rewards=np.ones(num_tokens))
+    model = make_model("sdar", num_hidden_layers=2)
+    with pytest.raises(UserError, match=r"rollouts\[2\].token_rewards: given, but advantages are taken over"):
+        Trainer(model, TrainerConfig(LR)).update(rollouts, RULE)
+    rollouts[2] = replace(rollouts[2], token_rewards=np.ones(num_tokens + 1))
+    with pytest.raises(ValueError, match=rf"token_rewards: {num_tokens + 1} for {num_tokens} tokens"):
+        Trainer(model, TrainerConfig(LR, value=ValueConfig(LR))).update(rollouts, RULE)

@@ -52,9 +52,10 @@ class UpdateMetrics:
         return reduce(add, (s.objective for s in self.steps)).by_block() if self.steps else ()
 
     def summary(self) -> dict[str, float]:
-        """By name, for a log. Losses are means over the optimizer steps."""
+        """By name, for a log. Losses are means over the optimizer steps. The two durations are left out:
+        everything here is the same when the update is repeated."""
         counts = ("num_rollouts", "num_trained", "num_truncated", "num_groups", "num_uniform_groups")
-        rest = ("reward_mean", "accuracy", "num_tokens", "num_packs", "prepare_seconds", "train_seconds")
+        rest = ("reward_mean", "accuracy", "num_tokens", "num_packs")
         found = {name: float(getattr(self, name)) for name in (*counts, *rest)}
         found["num_optimizer_steps"] = float(len(self.steps))
         if self.steps:

@@ -120,6 +120,7 @@ class Trainer:
         The responses of a prompt belong into one call: advantages are taken among them.
         """
         start = time.perf_counter()
+        self._check_process_rewards(rollouts)
         selection = select(rollouts, self.config.truncated_is_wrong, self.config.accuracy_band)
         parts = _split(selection.batch, self.config.num_minibatches)
         wants_old = len(parts) * self.config.num_passes > 1
@@ -141,11 +142,27 @@ class Trainer:
             train_seconds=time.perf_counter() - prepared,
         )
 
+    def _check_process_rewards(self, rollouts: Sequence[Rollout]) -> None:
+        """Over groups a response has one reward; a reward of a step would go unheard."""
+        for number, rollout in enumerate(rollouts):
+            if rollout.token_rewards is None:
+                continue
+            if self.config.value is None:
+                raise UserError(
+                    f"rollouts[{number}].token_rewards: given, but advantages are taken over groups of whole "
+                    "responses; use a value model, or put them into the reward"
+                )
+            expected = len(rollout.trajectory.response_ids)
+            if len(rollout.token_rewards) != expected:
+                raise ValueError(
+                    f"rollouts[{number}].token_rewards: {len(rollout.token_rewards)} for {expected} tokens"
+                )
+
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that the next update depends on besides the policy's weights, as named tensors. They are
-        the trainer's own: write or copy them before the next update."""
+        """All that the next update depends on besides the policy's weights, as named tensors (for
+        safetensors). They are the trainer's own: write or copy them before the next update."""
         parts = {"optimizer": self.optimizer.state_dict()}
         if self.value_model is not None and self.value_optimizer is not None:
             parts["value_model"] = dict(self.value_model.state_dict())
@@ -154,14 +171,21 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; the policy's weights of the same moment are in place already."""
-
-        def part(name: str) -> dict[str, Tensor]:
-            return {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
-
-        self.optimizer.load_state_dict(part("optimizer"))
+        parts: dict[str, dict[str, Tensor]] = {"optimizer": {}}
+        if self.value_model is not None:
+            parts |= {"value_model": {}, "value_optimizer": {}}
+        for key, value in state.items():
+            part, _, name = key.partition(".")
+            if part not in parts:
+                raise ValueError(f"state: {key!r} has no place here; it belongs to a trainer of another kind")
+            parts[part][name] = value
+        missing = [part for part, found in parts.items() if not found]
+        if missing:
+            raise ValueError(f"state: {missing[0]} is missing; it belongs to a trainer of another kind")
+        self.optimizer.load_state_dict(parts["optimizer"])
         if self.value_model is not None and self.value_optimizer is not None:
-            self.value_model.load_state_dict(part("value_model"))
-            self.value_optimizer.load_state_dict(part("value_optimizer"))
+            self.value_model.load_state_dict(parts["value_model"])
+            self.value_optimizer.load_state_dict(parts["value_optimizer"])
 
     # -- before the first optimizer step -------------------------------------------------------
 
