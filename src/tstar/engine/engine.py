@@ -149,7 +149,8 @@ class Engine:
                 "nothing runs, so everything is free, and what could never fit was refused"
             )
             return []
-        plan = plan_forward(self._batch, self._unread, self._memory.max_forward_tokens, self.config.page_size)
+        limit = self._memory.max_forward_tokens
+        plan = plan_forward(self._batch, self._unread, limit, self.config.page_size)
         result = self._forward(store, plan)
         self._count_reading(plan)
         return self._apply(plan, result, wants_steps)
@@ -184,7 +185,7 @@ class Engine:
                 self._unread.append(lease.prompt)
 
     def _forward(self, store: KVStore, plan: ForwardPlan) -> np.ndarray:
-        """The model's answer at each read position: token, log-prob, the likeliest one's log-prob, entropy."""
+        """The answer at each read position: token, log-prob, the likeliest one's log-prob, entropy."""
         model, batch, slots = self.model, self._batch, plan.read_slots
         device = model.device
         reads = (
@@ -422,8 +423,8 @@ class Engine:
         if too_large.any():
             index = int(np.argmax(too_large))
             raise ValueError(
-                f"prompt_ids[{index}]: {request.prompt_ids[index]} is outside the vocabulary of {vocab_size}; "
-                "use this model's tokenizer"
+                f"prompt_ids[{index}]: {request.prompt_ids[index]} is outside the vocabulary of "
+                f"{vocab_size}; use this model's tokenizer"
             )
 
     def _check_size(self, partition: Partition) -> None:
@@ -435,11 +436,12 @@ class Engine:
         num_pages = self._pages.num_pages_for(length)
         if num_pages > memory.num_pages:
             raise ValueError(
-                f"max_tokens: {figures} need {num_pages} pages of {self.config.page_size}; the engine's memory "
-                f"of {memory.budget:,} bytes has {memory.num_pages}; ask for fewer, or give it more"
+                f"max_tokens: {figures} need {num_pages} pages of {self.config.page_size}; the engine's "
+                f"memory of {memory.budget:,} bytes has {memory.num_pages}; ask for fewer, or give it more"
             )
         if 2 * partition.block_size > memory.max_forward_tokens:
             raise ValueError(
-                f"rule.block_size: {partition.block_size} needs forwards of {2 * partition.block_size} tokens; "
-                f"the engine's are limited to {memory.max_forward_tokens}; raise max_forward_tokens or memory"
+                f"rule.block_size: {partition.block_size} needs forwards of {2 * partition.block_size} "
+                f"tokens; the engine's are limited to {memory.max_forward_tokens}; raise max_forward_tokens "
+                "or memory"
             )

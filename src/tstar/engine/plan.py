@@ -74,7 +74,7 @@ def _targets(batch: Batch, prompts: list[Prompt], max_tokens: int) -> Int64[np.n
     """Up to which position each slot is fed; nobody is fed less than a block, or is fed nothing."""
     slots = batch.slots
     full = (batch.block_stop if batch.is_diffusion else batch.block_start)[slots]
-    targets = full.copy()
+    targets: np.ndarray = full.copy()
     spare = max_tokens
     is_long = full - batch.written[slots] > 2 * batch.block_size[slots]
     if (full - batch.written[slots]).sum() > max_tokens and is_long.any():

@@ -197,13 +197,13 @@ def _likeliest(weights: Float[Tensor, "reads vocab"]) -> Int64[Tensor, " reads"]
 def _run_reduce(values: Float[Tensor, "reads vocab"], how: str) -> Float[Tensor, "reads runs"]:
     """The maximum or the sum of every run of the vocabulary; the last may be short."""
     num_whole = values.shape[1] // RUN_LENGTH
-    whole = values[:, : num_whole * RUN_LENGTH].unflatten(1, (num_whole, RUN_LENGTH))
+    whole = values[:, : num_whole * RUN_LENGTH].view(len(values), num_whole, RUN_LENGTH)
     rest = values[:, num_whole * RUN_LENGTH :]
     reduced = whole.amax(-1) if how == "max" else whole.sum(-1)
-    if rest.shape[1] == 0:
-        return reduced
-    last = rest.amax(-1, keepdim=True) if how == "max" else rest.sum(-1, keepdim=True)
-    return torch.cat([reduced, last], dim=1)
+    if rest.shape[1] > 0:
+        last = rest.amax(-1, keepdim=True) if how == "max" else rest.sum(-1, keepdim=True)
+        reduced = torch.cat([reduced, last], dim=1)
+    return reduced
 
 
 def _entropy(
