@@ -105,9 +105,10 @@ class Engine:
             raise GenerationError(failed, finished)
         return [finished[index] for index in range(len(requests))]
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Event]:
-        """Decode requests and tell every step as it happens; a request's id is its index here."""
-        return self._events(requests, wants_steps=True)
+    def stream(self, requests: Sequence[Request], wants_steps: bool = True) -> Iterator[Event]:
+        """Decode requests and tell every step, or their ends alone, as they happen; a request's id is its
+        index here."""
+        return self._events(requests, wants_steps)
 
     def _events(self, requests: Sequence[Request], wants_steps: bool) -> Iterator[Event]:
         """The events of these requests, which end with the iterator, however it ends."""
