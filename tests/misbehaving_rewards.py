@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from tstar.data import Problem
 
@@ -13,42 +14,26 @@ from tstar.data import Problem
 def obey(problem: Problem, response: str, *, bonus: float = 0.0) -> float:
     """The answer is a command, or the reward itself."""
     command, _, argument = response.partition(" ")
-    match command:
-        case "sleep":
-            time.sleep(float(argument))
-        case "spin":
-            while True:
-                pass
-        case "power":  # inside one bytecode: no Python signal handler gets a turn
-            return float(len(str(9 ** (9 ** int(argument)))))
-        case "allocate":
-            return float(len(bytearray(int(argument))))
-        case "hoard":
-            return _hoard()
-        case "segfault":
-            ctypes.string_at(0)
-        case "exit":
-            os._exit(int(argument))
-        case "raise":
-            raise RuntimeError(argument)
-        case "nan" | "inf":
-            return float(command)
-        case "print":
-            print(argument, flush=True)  # noqa: T201
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "pid":
-            return float(os.getpid())
-        case "length":
-            return float(len(response))
-        case "level":
-            return float(problem.level or 0)
-        case _:
-            return float(command) + bonus
-    return 1.0
+    if command == "level":
+        return float(problem.level or 0)
+    if command == "length":
+        return float(len(response))
+    if command in COMMANDS:
+        result = COMMANDS[command](argument)
+        return 1.0 if result is None else float(result)
+    return float(command) + bonus
 
 
-def _hoard() -> float:
+def _spin(_: str) -> None:
+    while True:
+        pass
+
+
+def _raise(text: str) -> None:
+    raise RuntimeError(text)
+
+
+def _hoard(_: str) -> float:
     """Small pieces until there is no more, and then no word about it: what SymPy does."""
     pieces = []
     try:
@@ -56,6 +41,22 @@ def _hoard() -> float:
             pieces.append(bytearray(1 << 20))
     except MemoryError:
         return 1.0
+
+
+COMMANDS: dict[str, Callable[[str], float | None]] = {
+    "sleep": lambda seconds: time.sleep(float(seconds)),
+    "spin": _spin,
+    # Inside one bytecode: no Python signal handler gets a turn.
+    "power": lambda exponent: len(str(9 ** (9 ** int(exponent)))),
+    "allocate": lambda size: len(bytearray(int(size))),
+    "hoard": _hoard,
+    "segfault": lambda _: ctypes.string_at(0) and None,
+    "exit": lambda code: os._exit(int(code)),
+    "raise": _raise,
+    "print": lambda text: print(text, flush=True),  # noqa: T201
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "pid": lambda _: os.getpid(),
+}
 
 
 def always_wrong(problem: Problem, response: str) -> float:

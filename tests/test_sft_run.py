@@ -186,12 +186,14 @@ def test_only_adapters_learn_and_the_written_model_is_the_merged_one(tmp_path: P
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama", "sdar"])
 def test_every_kind_of_directory_becomes_a_block_diffusion_model(tmp_path: Path, model_type: str) -> None:
     start = make_start(tmp_path / "start", model_type)
-    run = SftRun.start(replace(TINY, model=start, num_steps=2), tmp_path / "run")
+    run = SftRun.start(replace(TINY, model=start, num_steps=2, warmup_steps=1), tmp_path / "run")
     run.train(ignore)
     config = load_config(run.model_directory)
     assert config.is_diffusion
     assert config.model_type == {"qwen3": "sdar"}.get(model_type, model_type)
-    again = SftRun.start(replace(TINY, model=run.model_directory, num_steps=1), tmp_path / "again")
+    again = SftRun.start(
+        replace(TINY, model=run.model_directory, num_steps=1, warmup_steps=0), tmp_path / "again"
+    )
     again.train(ignore)
 
 
@@ -250,7 +252,7 @@ def test_examples_beyond_the_budget_are_left_out_and_counted(tmp_path: Path) -> 
     tokenizer = chain_tokenizer()
     rows = [{"question": "1=", "answer": "1" * (4 * n)} for n in range(1, 21)]
     source = write_lines(tmp_path / "data.jsonl", *rows)
-    options = replace(TINY, data=source, token_budget=45, num_examples=None)
+    options = replace(TINY, data=source, token_budget=45, num_examples=None, prompt="raw")
     data = load_sft_data(options, tokenizer, NextToken())
     assert data.num_left_out == 10  # of 4, 8, ..., 80 tokens with 3 around them, those above 42
     assert len(data.examples) + len(data.validation) == 10
@@ -261,7 +263,7 @@ def test_examples_beyond_the_budget_are_left_out_and_counted(tmp_path: Path) -> 
 def test_held_out_examples_are_not_learnt(tmp_path: Path) -> None:
     tokenizer = chain_tokenizer()
     rows = [{"question": f"{n}=", "answer": f"{n}"} for n in range(40)]
-    options = replace(TINY, data=write_lines(tmp_path / "data.jsonl", *rows), num_examples=None)
+    options = replace(TINY, data=write_lines(tmp_path / "data.jsonl", *rows), num_examples=None, prompt="raw")
     data = load_sft_data(options, tokenizer, NextToken())
     texts = [tokenizer.decode(example.prompt_ids) for example in (*data.examples, *data.validation)]
     assert len(data.validation) == 4

@@ -15,7 +15,7 @@ from tstar.errors import UserError
 from tstar.rewards.workers import Call, Failure, WorkerPool
 
 OBEY = "misbehaving_rewards:obey"
-TIME_LIMIT = 0.7
+TIME_LIMIT = 1.5
 MEMORY_LIMIT = 256 << 20
 
 
@@ -50,10 +50,10 @@ def test_the_same_processes_serve_run_after_run(pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("text", "cause", "detail"),
     [
-        ("spin", "timeout", "0.7 s"),
-        ("power 9", "timeout", "0.7 s"),
-        ("sleep 60", "timeout", "0.7 s"),
-        ("stop", "timeout", "0.7 s"),
+        ("spin", "timeout", "1.5 s"),
+        ("power 9", "timeout", "1.5 s"),
+        ("sleep 60", "timeout", "1.5 s"),
+        ("stop", "timeout", "1.5 s"),
         ("allocate 1000000000", "memory", "memory limit"),
         ("hoard", "memory", "memory limit"),
         ("segfault", "crash", "SIGSEGV"),
@@ -159,7 +159,8 @@ def test_workers_end_with_a_parent_that_is_killed() -> None:
         import os, threading
         from tstar.rewards.workers import Call, WorkerPool
         pool = WorkerPool([({OBEY!r}, {{}})], 2, 0.5)
-        def calls(*texts): return [Call(0, {{"question": "", "answer": ""}}, {{"text": text}}) for text in texts]
+        problem = {{"question": "", "answer": ""}}
+        def calls(*texts): return [Call(0, problem, {{"text": text}}) for text in texts]
         # Both workers have answered before one of them is given work without end.
         pids = set()
         while len(pids) < 2:

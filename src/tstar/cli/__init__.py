@@ -63,10 +63,10 @@ def execute(argv: Sequence[str]) -> int:
         print(f"tstar {__version__}")
         return 0
     try:
-        command = parse(argv)
-    except SystemExit as leaving:  # tyro has printed its help (0) or a usage error (2)
-        return int(leaving.code or 0)
-    try:
+        try:
+            command = parse(argv)
+        except SystemExit as leaving:  # tyro has printed its help (0) or a usage error (2)
+            return int(leaving.code or 0)
         command.run()
     except UserError as error:
         print(f"tstar: error: {error}", file=sys.stderr)

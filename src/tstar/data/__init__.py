@@ -12,18 +12,23 @@ anything else that is wrong with the data stops the program and names file and l
 """
 
 from tstar.data.problems import (
+    CHAT_PROMPT,
     MATH_PROMPT,
+    PROMPTS,
     RAW_PROMPT,
     Problem,
     ProblemSet,
     ProblemSource,
     PromptTemplate,
+    prompt_template,
 )
 from tstar.data.sources import PRESETS, Preset, load_problems
 
 __all__ = [
+    "CHAT_PROMPT",
     "MATH_PROMPT",
     "PRESETS",
+    "PROMPTS",
     "RAW_PROMPT",
     "Preset",
     "Problem",
@@ -31,4 +36,5 @@ __all__ = [
     "ProblemSource",
     "PromptTemplate",
     "load_problems",
+    "prompt_template",
 ]

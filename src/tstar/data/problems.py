@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -69,8 +70,24 @@ MATH_PROMPT = PromptTemplate(
     "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 )
 """The paper's instruction."""
+CHAT_PROMPT = PromptTemplate("{question}")
+"""The question as the user's message."""
 RAW_PROMPT = PromptTemplate("{question}", is_chat=False)
 """The question and nothing else."""
+PROMPTS: Mapping[str, PromptTemplate] = MappingProxyType(
+    {"math": MATH_PROMPT, "chat": CHAT_PROMPT, "raw": RAW_PROMPT}
+)
+
+
+def prompt_template(text: str) -> PromptTemplate:
+    """A template of `PROMPTS` by its name, or a user's message of one's own with {question} in it."""
+    if text in PROMPTS:
+        return PROMPTS[text]
+    if "{question}" not in text:
+        raise UserError(
+            f"prompt: {text[:60]!r} is unknown; use {', '.join(PROMPTS)}, or a text with {{question}} in it"
+        )
+    return PromptTemplate(text)
 
 
 # -- sets of problems --------------------------------------------------------------------------

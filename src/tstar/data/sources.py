@@ -69,8 +69,11 @@ _ALIASES = {"problem": "question", "unique_id": "id", "uuid": "id"}
 _SOURCE = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<split>[\w.-]+))?(?::(?P<path>.+))?")
 
 
-def load_problems(source: str) -> ProblemSet:
-    """All problems of a source (`tstar.data` lists the forms)."""
+def load_problems(source: str, needs_answer: bool = True) -> ProblemSet:
+    """All problems of a source (`tstar.data` lists the forms).
+
+    needs_answer: leave out what cannot be checked; otherwise a row with a solution is kept without one.
+    """
     matched = _SOURCE.fullmatch(source)
     name, split, local = matched.groups() if matched else (source, None, None)
     if name in PRESETS:
@@ -80,18 +83,19 @@ def load_problems(source: str) -> ProblemSet:
             rows = read_hub(preset.repository, preset.config, chosen, preset.columns, f"{source}:DIR")
         else:
             rows = read_files(_preset_files(Path(local), name, preset, chosen), preset.columns)
-        return _to_problem_set(f"{name}@{split}" if split else name, rows, preset.split_answer)
+        return _to_problem_set(f"{name}@{split}" if split else name, rows, needs_answer, preset.split_answer)
     path = Path(source)
     if source and (path.exists() or path.suffix in SUFFIXES):
-        return _to_problem_set(path.name, read_files(_plain_files(path)))
+        return _to_problem_set(path.name, read_files(_plain_files(path)), needs_answer)
     if "/" in name and matched and local is None:
-        return _to_problem_set(source, read_hub(name, None, split or "train", None, "DIR"))
+        return _to_problem_set(source, read_hub(name, None, split or "train", None, "DIR"), needs_answer)
     raise UserError(_unknown_source(source))
 
 
 def _to_problem_set(
     name: str,
     rows: Iterable[Row],
+    needs_answer: bool,
     split_answer: Callable[[str], tuple[str, str | None]] = _answer_as_it_stands,
 ) -> ProblemSet:
     problems: dict[str, Problem] = {}
@@ -100,7 +104,7 @@ def _to_problem_set(
     for row in rows:
         problem = _to_problem(row, split_answer, default_id=f"{name}/{num_rows}")
         num_rows += 1
-        if not problem.answer:
+        if not problem.answer and (needs_answer or not problem.solution):
             num_without_answer += 1
         elif problem.id in problems:
             raise UserError(

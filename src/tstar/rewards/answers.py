@@ -14,7 +14,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{")
 _SEPARATOR = re.compile(
     r"(?:[\s$,;]|\\[()\[\],;]|\\q?quad|and|or|\\text\s?\{\s*(?:and|or)\s*\}|[a-zA-Z](?:_\{?\w\}?)?\s?=)*"
 )
-_ANSWER_PHRASE = re.compile(r"answer(?:\s+is|:|\s+is:)\s*(\S[^\n]{0,200})", re.IGNORECASE)
+_ANSWER_PHRASE = re.compile(r"answer(?:\s+is\b\s*:?|\s*:)\s*(?=(\S[^\n]{0,200}))", re.IGNORECASE)
 
 
 def last_boxed(text: str) -> str | None:

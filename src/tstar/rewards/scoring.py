@@ -1,4 +1,21 @@
-"""Weighted sums of rewards over many answers at once."""
+"""Weighted sums of rewards over many answers at once: what evaluation and training call.
+
+    specs = [RewardSpec("math"), RewardSpec("length", 0.2, {"max_tokens": 4096, "buffer": 512})]
+    with Rewards(specs, num_workers=2) as rewards:      # starts the workers; once for the whole run
+        scores = rewards.score(problems, responses)     # responses[i] answers problems[i]
+
+    scores.rewards        float64, a response each: Σ weight · term
+    scores.is_correct     bool: the first reward of the list is 1 or more
+    scores.terms["math"]  float64: each reward by its name, without its weight
+    scores.failures       what was killed, died or raised: (index, reward, cause, detail); it counts 0
+    scores.num_failures   {"timeout": 0, "memory": 0, "crash": 0, "error": 0}
+
+A response is a `tstar.rewards.Response`: a text that also knows its number of tokens, its tokens per
+forward and its finish reason (``length``, ``parallelism`` and ``format`` read them). A plain `str` does for
+the others. `score` may be called any number of times.
+`default_reward` names the reward that suits a data source. Rewards given as ``module:function`` are imported
+in the workers, with the parent's `sys.path`.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +58,11 @@ NAMED: Mapping[str, _Named] = MappingProxyType(
         "chain_steps": _Named("tstar.tasks.chain:chain_steps_reward"),
     }
 )
+
+
+def default_reward(source: str) -> str:
+    """The name of the reward that decides what is correct for a data source, where none is given."""
+    return "chain" if source.startswith("chain:") else "math"
 
 
 @dataclass(frozen=True)
@@ -145,20 +167,21 @@ class Rewards:
     def close(self) -> None:
         self._pool.close()
 
-    def score(self, problems: Sequence[Problem], responses: Sequence[Response]) -> Scores:
+    def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> Scores:
         """Score ``responses[i]`` as an answer to ``problems[i]``."""
         if len(problems) != len(responses):
             raise ValueError(f"responses: {len(responses)} for {len(problems)} problems")
+        answers = [each if isinstance(each, Response) else Response(each) for each in responses]
         terms = {
             name: np.array(
-                [function(*pair) for pair in zip(problems, responses, strict=True)], dtype=np.float64
+                [function(*pair) for pair in zip(problems, answers, strict=True)], dtype=np.float64
             )
             for name, function in self._local.items()
         }
-        isolated, failures = self._score_isolated(problems, responses)
+        isolated, failures = self._score_isolated(problems, answers)
         terms = {spec.name: (terms | isolated)[spec.name] for spec in self.specs}
         is_correct = terms[self.specs[0].name] >= 1
-        rewards = np.zeros(len(responses))
+        rewards = np.zeros(len(answers))
         for spec in self.specs:
             counts = is_correct if spec.needs_correctness else True
             rewards += spec.weight * np.where(counts, terms[spec.name], 0.0)

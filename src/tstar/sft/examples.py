@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tstar.data import Problem, PromptTemplate
+from tstar.data import Problem, PromptTemplate, prompt_template
 from tstar.data.rows import SUFFIXES, Row, read_files
 from tstar.errors import UserError
 from tstar.model.tokenizer import render_chat
@@ -52,10 +52,11 @@ def load_sft_data(
     options: SftOptions, tokenizer: transformers.PreTrainedTokenizerBase, objective: Objective
 ) -> SftData:
     """Read, tokenise, hold out, and leave out what the token budget cannot hold."""
-    loaded = load_examples(options.data, tokenizer, options.num_examples)
+    prompt = None if options.prompt is None else prompt_template(options.prompt)
+    loaded = load_examples(options.data, tokenizer, options.num_examples, prompt)
     validation_source = options.validation_data or _validation_split(options.data)
     if validation_source is not None:
-        validation = load_examples(validation_source, tokenizer, options.num_validation)
+        validation = load_examples(validation_source, tokenizer, options.num_validation, prompt)
     else:
         loaded, validation = _hold_out(loaded, options.num_validation, options.seed)
     kept, kept_validation = (
@@ -73,16 +74,25 @@ def load_sft_data(
 
 
 def load_examples(
-    source: str, tokenizer: transformers.PreTrainedTokenizerBase, limit: int | None = None
+    source: str,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    limit: int | None = None,
+    prompt: PromptTemplate | None = None,
 ) -> list[Example]:
-    """The examples of a source: problems with their solutions, or conversations."""
+    """The examples of a source: problems with their solutions, or conversations.
+
+    prompt: None for the one that suits the source; a conversation is its own.
+    """
     conversations = _open_conversations(source)
     if conversations is not None:
         rows = [row for _, row in zip(range(limit or 2**62), conversations, strict=False)]
         return [_example_of_messages(row, tokenizer) for row in rows]
     is_generated = source.startswith("chain:")
-    problems = open_problem_set(source, limit or (NUM_GENERATED if is_generated else None))
-    return [example_of_problem(problem, problems.prompt, tokenizer) for problem in problems.problems]
+    problems = open_problem_set(
+        source, limit or (NUM_GENERATED if is_generated else None), needs_answer=False
+    )
+    template = prompt or problems.prompt
+    return [example_of_problem(problem, template, tokenizer) for problem in problems.problems]
 
 
 def example_of_problem(

@@ -33,6 +33,10 @@ class SftOptions:
     {messages}, a preset (gsm8k@train, math-train, ...) or a generated task (chain:3, chain:2-4)."""
     validation_data: str | None = None
     """Where the validation loss is taken: a source of its own. Default: examples held out of `data`."""
+    prompt: str | None = None
+    """How a question becomes a prompt: math (the paper's instruction), chat (the question as the user's
+    message), raw (the question alone), or a message of your own with {question} in it. Default: math; raw for
+    a generated task."""
     model: Path | None = None
     """Model directory to start from (SDAR, Qwen3, Qwen2, Llama). Default: a fresh small model; only for a
     generated task, whose tokenizer it takes."""
@@ -103,6 +107,10 @@ class SftOptions:
                 raise UserError(f"{name}: {value} is too small; use 1 or more")
         if not 0 <= self.min_mask_ratio < 1:
             raise UserError(f"min_mask_ratio: {self.min_mask_ratio} cannot be used; use 0 <= ratio < 1")
+        if self.prompt is not None:
+            from tstar.data import prompt_template  # numpy would slow down --help
+
+            prompt_template(self.prompt)
         if self.seed < 0:
             raise UserError(f"seed: {self.seed} is negative; use 0 or more")
         self._check_blocks()

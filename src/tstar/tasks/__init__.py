@@ -23,11 +23,11 @@ def open_problems(source: str) -> ProblemSource:
     return _open_chain(source) if source.startswith("chain:") else load_problems(source)
 
 
-def open_problem_set(source: str, limit: int | None = None) -> ProblemSet:
+def open_problem_set(source: str, limit: int | None = None, needs_answer: bool = True) -> ProblemSet:
     """A finite set of problems, the same at every call: what an evaluation goes through."""
     if source.startswith("chain:"):
         return _open_chain(source).first(NUM_GENERATED if limit is None else limit)
-    problems = load_problems(source)
+    problems = load_problems(source, needs_answer)
     return problems if limit is None else problems.first(limit)
 
 
