@@ -24,6 +24,7 @@ from tstar.engine.request import (
     EngineConfig,
     Event,
     GenerationError,
+    RefusedError,
     Request,
     RequestFailed,
     RequestFinished,
@@ -119,7 +120,7 @@ class Engine:
                 try:
                     index_of[self.submit(request)] = index
                 except ValueError as error:
-                    raise ValueError(f"requests[{index}].{error}") from None
+                    raise RefusedError(f"requests[{index}].{error}") from None
             unfinished = set(index_of)
             while unfinished:
                 for event in self._step(wants_steps):

@@ -156,6 +156,10 @@ class RequestFailed:
 Event = TokensUnmasked | RequestFinished | RequestFailed
 
 
+class RefusedError(ValueError):
+    """A request that this engine could never serve: which one, and why."""
+
+
 class GenerationError(RuntimeError):
     """Some requests of a `generate` failed; those that did not are in `finished`, by index."""
 
