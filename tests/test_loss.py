@@ -78,11 +78,14 @@ def draw_batch(seed: int, num: int = 4, scale: float = 0.3) -> list[Trajectory]:
     return [draw_trajectory(rng, scale) for _ in range(num)]
 
 
-def flatten(trajectories: Sequence[Trajectory], seed: int = 0) -> TraceLossInputs:
-    """As one pack, its actions in any order, log_probs a leaf with gradient."""
+def flatten(
+    trajectories: Sequence[Trajectory], seed: int = 0, numbers: Sequence[int] | None = None
+) -> TraceLossInputs:
+    """As one pack, its actions in any order, log_probs a leaf with gradient. Trajectories are numbered from
+    0 unless their numbers are given."""
     rows: list[tuple[int, int, Action]] = []
     first = 0
-    for number, trajectory in enumerate(trajectories):
+    for number, trajectory in zip(numbers or range(len(trajectories)), trajectories, strict=True):
         rows += [(number, first + t, action) for t, step in enumerate(trajectory) for action in step]
         first += len(trajectory)
     np.random.default_rng(seed).shuffle(rows)  # type: ignore[arg-type]
@@ -103,7 +106,7 @@ def flatten(trajectories: Sequence[Trajectory], seed: int = 0) -> TraceLossInput
 
 
 def totals_of(trajectories: Sequence[Trajectory]) -> BatchTotals:
-    return BatchTotals.of([flatten(trajectories).actions], [17, 40])
+    return BatchTotals.of([flatten(trajectories).actions], [17] * (len(trajectories) - 1) + [40])
 
 
 # -- the slow twins ----------------------------------------------------------------------------
@@ -273,7 +276,7 @@ def test_rounds_are_counted_as_the_public_replay_needs_rows() -> None:
         return [Action(-1.0, -1.0, -1.0, -1.0, advantage=1.0, entropy=0.0, block=block, step=step)]
 
     batch = [[row(0, 0), row(0, 1), row(1, 0)], [row(0, 0)], [row(0, 0), row(1, 0), row(1, 1), row(1, 2)]]
-    assert flatten(batch).actions.num_rounds == 2 + 1 + 3
+    assert totals_of(batch).num_rounds == 2 + 1 + 3
 
 
 # -- packs -------------------------------------------------------------------------------------
@@ -281,6 +284,7 @@ def test_rounds_are_counted_as_the_public_replay_needs_rows() -> None:
 
 @given(configs, st.sampled_from([TraceLossConfig(), DLLM_RL]), st.integers(0, 10_000), st.data())
 def test_packs_add_up(config: TraceLossConfig, norm: TraceLossConfig, seed: int, data: Any) -> None:
+    """Cut between any two steps, so that a trajectory may be spread over packs."""
     config = replace(
         config,
         step_norm=norm.step_norm,
@@ -288,18 +292,26 @@ def test_packs_add_up(config: TraceLossConfig, norm: TraceLossConfig, seed: int,
         log_ratio_clamp=norm.log_ratio_clamp,
     )
     batch = draw_batch(seed, num=6)
-    cuts = sorted(data.draw(st.sets(st.integers(1, 5))))
-    packs = [batch[i:j] for i, j in zip([0, *cuts], [*cuts, 6], strict=True)]
+    steps = [(number, step) for number, trajectory in enumerate(batch) for step in trajectory]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(steps) - 1), max_size=5)))
+    inputs = []
+    for i, j in zip([0, *cuts], [*cuts, len(steps)], strict=True):
+        pack: dict[int, Trajectory] = {}
+        for number, step in steps[i:j]:
+            pack.setdefault(number, []).append(step)
+        inputs.append(flatten(list(pack.values()), seed, list(pack)))
     totals = totals_of(batch)
-    assert BatchTotals.of([flatten(p).actions for p in packs], [40, 1]) == totals
+    assert BatchTotals.of([i.actions for i in inputs], [40, 1, 1, 1, 1, 1]) == totals
 
     whole_inputs = flatten(batch)
     whole = trace_loss(whole_inputs, totals, config)
-    inputs = [flatten(p, seed) for p in packs]
     parts = [trace_loss(i, totals, config) for i in inputs]
     assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item(), rel=1e-12, abs=1e-14)
     torch.testing.assert_close(
-        torch.cat([part.trajectory_losses for part in parts]), whole.trajectory_losses, rtol=1e-12, atol=1e-14
+        torch.stack([part.trajectory_losses for part in parts]).sum(0),
+        whole.trajectory_losses,
+        rtol=1e-12,
+        atol=1e-14,
     )
     grads = torch.cat([gradient(i, part.loss) for i, part in zip(inputs, parts, strict=True)])
     order = torch.argsort(torch.cat([i.log_probs.detach() for i in inputs]))
@@ -427,6 +439,7 @@ def value_inputs(seed: int, sizes: Sequence[int]) -> ValueLossInputs:
         values=values.requires_grad_(),
         old_values=values.detach() + 0.3 * moves,
         returns=returns,
+        trajectory_sizes=torch.tensor(sizes)[trajectory_ids],
     )
 
 
@@ -444,7 +457,7 @@ def test_value_loss_equals_a_loop(seed: int, sizes: list[int], clip_eps: float |
             if clip_eps is not None:
                 error = max(error, (min(max(value, old - clip_eps), old + clip_eps) - goal) ** 2)
             total += 0.5 * error / len(mine)
-    totals = BatchTotals.of([inputs.actions], [max(sizes)])
+    totals = BatchTotals.of([inputs.actions], sizes)
     output = value_loss(inputs, totals, clip_eps)
     assert output.loss.item() == pytest.approx(total / len(sizes), rel=1e-12)
     assert output.metrics.summary()["value_loss"] == pytest.approx(output.loss.item())
@@ -452,33 +465,36 @@ def test_value_loss_equals_a_loop(seed: int, sizes: list[int], clip_eps: float |
 
 
 def test_value_packs_add_up() -> None:
-    first, second = value_inputs(0, [3, 1]), value_inputs(1, [5])
-    totals = BatchTotals.of([first.actions, second.actions], [5])
-    joined = ValueLossInputs(
-        actions=Actions(
-            *(
-                torch.cat([a, b + offset])
-                for a, b, offset in zip(
-                    vars(first.actions).values(), vars(second.actions).values(), (4, 2, 0, 0), strict=False
-                )
+    """Cut anywhere, also within a trajectory."""
+    whole = value_inputs(0, [3, 1, 5])
+    totals = BatchTotals.of([whole.actions], [3, 1, 5])
+    expected = value_loss(whole, totals)
+    for cut in range(1, 9):
+        parts = [
+            value_loss(
+                ValueLossInputs(
+                    Actions(*(ids[part] for ids in vars(whole.actions).values())),
+                    *(x[part] for x in list(vars(whole).values())[1:]),
+                ),
+                totals,
             )
-        ),
-        values=torch.cat([first.values, second.values]),
-        old_values=torch.cat([first.old_values, second.old_values]),
-        returns=torch.cat([first.returns, second.returns]),
-    )
-    one, other, whole = (value_loss(inputs, totals) for inputs in (first, second, joined))
-    assert (one.loss + other.loss).item() == pytest.approx(whole.loss.item(), rel=1e-12)
-    assert (one.metrics + other.metrics).summary() == pytest.approx(whole.metrics.summary(), rel=1e-12)
+            for part in (slice(0, cut), slice(cut, 9))
+        ]
+        one, other = parts
+        assert (one.loss + other.loss).item() == pytest.approx(expected.loss.item(), rel=1e-12)
+        summed = one.trajectory_losses + other.trajectory_losses
+        torch.testing.assert_close(summed, expected.trajectory_losses)
+        assert (one.metrics + other.metrics).summary() == pytest.approx(expected.metrics.summary(), rel=1e-12)
 
 
 def test_the_clip_stops_a_value_that_ran_ahead() -> None:
-    one = torch.zeros(1, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64)
     ran_ahead = ValueLossInputs(
-        Actions(one, one, one, one),
+        Actions(zero, zero, zero, zero),
         values=torch.tensor([1.0], requires_grad=True),
         old_values=torch.tensor([0.0]),
         returns=torch.tensor([1.0]),
+        trajectory_sizes=zero + 1,
     )
     output = value_loss(ran_ahead, BatchTotals(1, 1, 1), clip_eps=0.2)
     assert output.loss.item() == pytest.approx(0.5 * 0.8**2)
@@ -489,7 +505,7 @@ def test_the_clip_stops_a_value_that_ran_ahead() -> None:
 
 def test_explained_variance() -> None:
     inputs = value_inputs(0, [30, 50])
-    totals = BatchTotals.of([inputs.actions], [50])
+    totals = BatchTotals.of([inputs.actions], [30, 50])
 
     def explained(values: Tensor, returns: Tensor) -> float | None:
         changed = replace(inputs, values=values, returns=returns)

@@ -179,17 +179,41 @@ def test_responses_of_a_prompt_share_its_whole_blocks() -> None:
         assert sorted(pack.layout.segment_parents) == [NO_PARENT, NO_PARENT, 0, 0, 0, 1]
 
 
-def test_packs_keep_to_their_budget_and_a_larger_trajectory_comes_alone() -> None:
+def test_packs_keep_to_their_budget() -> None:
     rng = np.random.default_rng(1)
     rule = PartitionRule(4)
     prompt = np.arange(9, dtype=np.int64)
-    group = [random_trajectory(rng, rule.cut(9, n), n, prompt_ids=prompt) for n in (4, 8, 4, 8, 64, 4)]
-    packs = replay(group, rule, MASK, 60)
-    sizes = {tuple(p.trajectories.tolist()): p.layout.num_tokens for p in packs}
-    assert sorted(i for members in sizes for i in members) == list(range(6))
-    assert sizes.pop((4,)) > 60
-    assert all(size <= 60 for size in sizes.values())
-    assert len(sizes) < 5
+    lengths = (4, 8, 4, 8, 16, 4)
+    group = [random_trajectory(rng, rule.cut(9, n), n, prompt_ids=prompt) for n in lengths]
+    packs = replay(group, rule, MASK, 70)
+    assert all(pack.layout.num_tokens <= 70 for pack in packs)
+    assert sorted(i for pack in packs for i in pack.trajectories) == list(range(6))
+    assert len(packs) < 5
+
+
+def test_a_trajectory_above_the_budget_is_spread_over_packs_with_the_text_that_each_sees() -> None:
+    trajectory = make_trajectory(Partition(2, 12, 4), [0, 1, 0, 1, 2, 3, 3, 2, 4, 5, 6, 7])
+    packs = replay([trajectory], PartitionRule(4), MASK, 18)
+    assert [show(pack) for pack in packs] == [
+        ["0.0: 1 2", "1.0: 3 4 5 6", "1.1: _ _ _ _", "1.2: 3 _ 5 _", "1.3: _ _ _ _"],
+        ["0.0: 1 2", "1.0: 3 4 5 6", "1.0: 7 8 9 10", "1.1: 7 _ _ 10", "1.2: _ _ _ _"],
+        ["0.0: 1 2", "1.0: 3 4 5 6", "1.0: 7 8 9 10", "1.1: 11 _ _ _", "1.2: 11 12 _ _"],
+        ["0.0: 1 2", "1.0: 3 4 5 6", "1.0: 7 8 9 10", "1.1: 11 12 13 _"],
+    ]
+    assert [pack.actions.steps_in_block.tolist() for pack in packs] == [
+        [0, 0, 1, 1, 0, 0], [1, 1, 0], [1, 2], [3]
+    ]  # fmt: skip
+    assert [set(pack.trajectories) for pack in packs] == [{0}] * 4
+
+
+def test_text_that_fills_the_budget_leaves_as_much_room_for_copies() -> None:
+    """No budget is so small that each copy gets a forward, and the whole text before it, of its own."""
+    rng = np.random.default_rng(1)
+    partition = Partition(10, 200, 4)
+    packs = replay([random_trajectory(rng, partition, 200)], PartitionRule(4), MASK, 50)
+    num_copied = sum(int((p.layout.copy_ids > 0).sum()) for p in packs)
+    assert sum(p.layout.num_tokens for p in packs) < 3 * num_copied
+    assert len(packs) > 1
 
 
 def test_no_trajectories_are_no_packs() -> None:

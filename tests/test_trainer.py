@@ -42,10 +42,11 @@ def make_rollouts(
 
 
 def trained(config: TrainerConfig, rollouts: list[Rollout], rule: PartitionRule = RULE) -> list[Tensor]:
-    """The weights after one update in float64."""
+    """The weights after one update in float64, those of the value model too."""
     model = make_model("sdar", torch.float64, num_hidden_layers=2)
-    Trainer(model, config).update(rollouts, rule)
-    return [p.detach() for p in model.parameters()]
+    trainer = Trainer(model, config)
+    trainer.update(rollouts, rule)
+    return [p.detach() for m in (model, trainer.value_model) if m is not None for p in m.parameters()]
 
 
 def action_log_probs(model: LanguageModel, rollouts: list[Rollout], rule: PartitionRule = RULE) -> Tensor:
@@ -91,13 +92,22 @@ def test_one_update_is_a_step_of_adamw_on_a_literal_equation_3(rule: PartitionRu
         torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-8, msg=name)
 
 
-def test_neither_packs_nor_order_nor_recomputation_change_the_update() -> None:
-    rollouts = make_rollouts()
-    expected = trained(TrainerConfig(LR), rollouts)
+@pytest.mark.parametrize("value", [None, ValueConfig(LR, gamma=0.9, lam=0.8)])
+@pytest.mark.parametrize("objective", [NO_KL, TraceLossConfig(step_norm="length", average_over="rounds")])
+def test_neither_packs_nor_order_nor_recomputation_change_the_update(
+    value: ValueConfig | None, objective: TraceLossConfig
+) -> None:
+    """With a budget of one token, a trajectory's steps are spread over packs."""
+    rollouts = [
+        replace(r, token_rewards=np.linspace(-1, 1, len(r.trajectory.response_ids)) if value else None)
+        for r in make_rollouts()
+    ]
+    common = TrainerConfig(LR, objective, value)
+    expected = trained(common, rollouts)
     configs = [
-        (TrainerConfig(LR, token_budget=1), rollouts),
-        (TrainerConfig(LR, token_budget=150), rollouts[::-1]),
-        (TrainerConfig(LR, recompute_activations=True), rollouts),
+        (replace(common, token_budget=1), rollouts),
+        (replace(common, token_budget=150), rollouts[::-1]),
+        (replace(common, recompute_activations=True), rollouts),
     ]
     for config, ordered in configs:
         for actual, wanted in zip(trained(config, ordered), expected, strict=True):

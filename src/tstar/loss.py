@@ -35,13 +35,14 @@ KLReference = Literal["old", "base"]
 class Actions:
     """Which step, block and trajectory each action of a pack belongs to.
 
-    A trajectory stands in one pack whole. Step and trajectory ids are dense within the pack.
+    The actions of a step stand in one pack; a trajectory may be spread over several.
     """
 
     step_ids: Int64[Tensor, " actions"]
-    """One id for each step that took an action: τ(t) is the actions of one id. Where a trajectory is
-    replayed under another partition, a step that falls into two of its blocks counts as two."""
+    """One id for each step of the pack that took an action, from 0: τ(t) is the actions of one id. Where a
+    trajectory is replayed under another partition, a step that falls into two of its blocks counts as two."""
     trajectory_ids: Int64[Tensor, " actions"]
+    """Trajectory of the minibatch, from 0."""
     block_indices: Int64[Tensor, " actions"]
     """Block of the response, from 0."""
     steps_in_block: Int64[Tensor, " actions"]
@@ -52,29 +53,9 @@ class Actions:
             raise ValueError("step_ids: empty; a pack holds at least one action")
 
     @cached_property
-    def num_steps(self) -> int:
-        return int(self.step_ids.max()) + 1
-
-    @cached_property
-    def num_trajectories(self) -> int:
-        return int(self.trajectory_ids.max()) + 1
-
-    @cached_property
-    def num_rounds(self) -> int:
-        """Rounds of the public replay, which predicts one step of every block of a response at a time:
-        for each trajectory as many as the most steps that any of its blocks took, summed."""
-        most = self.steps_in_block.new_zeros(self.num_trajectories)
-        return int(most.scatter_reduce(0, self.trajectory_ids, self.steps_in_block + 1, "amax").sum())
-
-    @cached_property
     def step_sizes(self) -> Int64[Tensor, " actions"]:
         """|τ(t)| of the step of each action."""
         return torch.bincount(self.step_ids)[self.step_ids]
-
-    @cached_property
-    def trajectory_sizes(self) -> Int64[Tensor, " actions"]:
-        """Actions in the trajectory of each action."""
-        return torch.bincount(self.trajectory_ids)[self.trajectory_ids]
 
 
 @dataclass(frozen=True)
@@ -83,6 +64,8 @@ class BatchTotals:
 
     num_trajectories: int
     num_rounds: int
+    """Rounds of the public replay, which predicts one step of every block of a response at a time: for
+    each trajectory as many as the most steps that any of its blocks took, summed."""
     padded_length: int
     """Response tokens of the longest trajectory: what the public code pads every response to."""
 
@@ -93,11 +76,11 @@ class BatchTotals:
 
     @classmethod
     def of(cls, packs: Sequence[Actions], response_lengths: Sequence[int]) -> BatchTotals:
-        return cls(
-            num_trajectories=sum(actions.num_trajectories for actions in packs),
-            num_rounds=sum(actions.num_rounds for actions in packs),
-            padded_length=max(response_lengths, default=0),
-        )
+        most_steps = torch.zeros(len(response_lengths), dtype=torch.int64)
+        for actions in packs:
+            steps = actions.steps_in_block.cpu() + 1
+            most_steps.scatter_reduce_(0, actions.trajectory_ids.cpu(), steps, "amax")
+        return cls(len(response_lengths), int(most_steps.sum()), max(response_lengths, default=0))
 
 
 @dataclass(frozen=True)
@@ -123,7 +106,7 @@ class TraceLossConfig:
     """``mean``: over τ(t), then summed over steps (Eq. 3). ``length``: all actions summed and divided by
     the batch's padded length."""
     average_over: Average = "trajectories"
-    """``rounds`` divides by the public replay's rows (`Actions.num_rounds`) in place of trajectories."""
+    """``rounds`` divides by the public replay's rows (`BatchTotals.num_rounds`) in place of trajectories."""
     log_ratio_clamp: float | None = None
     """Bound on |log ρ|, in the ratio and in k3's exponential; outside it the gradient is 0."""
     importance_cap: float | None = None
@@ -172,7 +155,8 @@ class TraceLossOutputs:
 
     loss: Float[Tensor, ""]
     trajectory_losses: Float[Tensor, " trajectories"]
-    """The share of each trajectory, without gradient: where a loss that is not finite comes from."""
+    """The share of each trajectory of the minibatch, without gradient: where a loss that is not finite
+    comes from."""
     metrics: TraceLossMetrics
 
 
@@ -192,7 +176,7 @@ def trace_loss(inputs: TraceLossInputs, totals: BatchTotals, config: TraceLossCo
     if config.kl_beta:
         kl_losses = config.kl_beta * weights * _kl_to_reference(inputs, config)
     losses = policy_losses + kl_losses
-    per_trajectory = losses.new_zeros(inputs.actions.num_trajectories)
+    per_trajectory = losses.new_zeros(totals.num_trajectories)
     with torch.no_grad():
         metrics = _measure(inputs, config, ratio, importance, policy_losses, kl_losses)
         per_trajectory.index_add_(0, inputs.actions.trajectory_ids, losses.detach())
@@ -291,6 +275,8 @@ class ValueLossInputs:
     """V_j before the update."""
     returns: Float[Tensor, " actions"]
     """R_j."""
+    trajectory_sizes: Int64[Tensor, " actions"]
+    """Actions of the trajectory of each, all packs together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,8 +299,8 @@ def value_loss(
     if clip_eps is not None:
         near = inputs.old_values + (inputs.values - inputs.old_values).clamp(-clip_eps, clip_eps)
         chosen = torch.maximum(error, (near - inputs.returns) ** 2)
-    losses = 0.5 * chosen / (inputs.actions.trajectory_sizes * totals.num_trajectories)
-    per_trajectory = losses.new_zeros(inputs.actions.num_trajectories)
+    losses = 0.5 * chosen / (inputs.trajectory_sizes * totals.num_trajectories)
+    per_trajectory = losses.new_zeros(totals.num_trajectories)
     with torch.no_grad():
         per_trajectory.index_add_(0, inputs.actions.trajectory_ids, losses.detach())
         metrics = ValueLossMetrics.of(losses, chosen > error, inputs.values, inputs.returns)

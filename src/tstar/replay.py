@@ -24,7 +24,7 @@ block that reaches beyond what was decoded ends there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class ReplayedActions:
     index: Int64[np.ndarray, " actions"]
     """Index into the response."""
     members: Int64[np.ndarray, " actions"]
-    """Among the pack's trajectories: 0, 1, ..."""
+    """Of which member of the pack: 0, 1, ..."""
     steps: Int64[np.ndarray, " actions"]
     """Among all steps of the pack: 0, 1, ...; one per copy."""
     blocks: Int64[np.ndarray, " actions"]
@@ -77,7 +77,8 @@ class ReplayPack:
     token_ids: Int64[np.ndarray, " tokens"]
     actions: ReplayedActions
     trajectories: Int64[np.ndarray, " members"]
-    """Which trajectories are in it, as indices into those that were given."""
+    """The trajectory of each member, as an index into those that were given. A trajectory larger than the
+    token budget is a member of several packs, with some of its copies in each."""
 
 
 def replay(
@@ -89,17 +90,21 @@ def replay(
 ) -> list[ReplayPack]:
     """Every trajectory, cut by the rule, in packs of at most `token_budget` tokens each.
 
-    A trajectory that alone is larger gets a pack of its own. Responses to the same prompt come together
-    where they fit, and share its text.
+    Responses to the same prompt come together where they fit, and share its text. The copies of a
+    trajectory that alone is larger are spread over several packs, each with the clean text that its copies
+    see; where this text is more than half of the budget, a pack has as many tokens of copies as of text.
     merge_steps: so many neighbouring steps of a block are replayed as one, in the first one's copy: fewer
     copies, but tokens of the later steps are scored in a context with more masks than they were drawn in.
     """
     if merge_steps < 1:
         raise ValueError(f"merge_steps: {merge_steps} is no number of steps; use 1 (exact) or more")
     _check_labels(trajectories, mask_token_id)
+    if not trajectories:
+        return []
     cuts = [_Cut.of(t, rule.cut(len(t.prompt_ids), len(t.response_ids))) for t in trajectories]
-    packs = _share_out(trajectories, cuts, token_budget, merge_steps)
-    return [_assemble(trajectories, cuts, members, mask_token_id, merge_steps) for members in packs]
+    steps = _order_steps(trajectories, cuts, merge_steps)
+    packs = _share_out(trajectories, cuts, steps, token_budget)
+    return [_assemble(trajectories, steps, members, mask_token_id) for members in packs]
 
 
 def score(
@@ -138,7 +143,7 @@ class _Cut:
     shared_stop: int
     """Positions before it lie in blocks that hold prompt tokens alone: the same for all responses."""
     clean_stop: int
-    """Where the terminal block begins; no copy sees clean text from here on."""
+    """Where the block of the last copy begins, the terminal one; no copy sees clean text from here on."""
 
     @classmethod
     def of(cls, trajectory: Trajectory, partition: Partition) -> _Cut:
@@ -160,6 +165,28 @@ class _Steps:
     """Of each copy; trajectory and block are the copy's too."""
     before: Int64[np.ndarray, " copies"]
     """The recorded step that the copy stands before."""
+    in_block: Int64[np.ndarray, " copies"]
+    """Among the copies of its block: 0, 1, ..."""
+
+    def of(self, pieces: Sequence[_Piece]) -> _Steps:
+        """Those of some pieces alone, one piece after the other, each counted as a trajectory."""
+        ends = np.append(self.first_action, len(self.index))
+        first_copy, stop_copy = (np.array([getattr(p, n) for p in pieces]) for n in ("start", "stop"))
+        piece_of_action, action = _runs(ends[stop_copy] - ends[first_copy])
+        piece_of_copy, copy = _runs(stop_copy - first_copy)
+        actions_before = _starts(ends[stop_copy] - ends[first_copy]) - ends[first_copy]
+        copies_before = _starts(stop_copy - first_copy) - first_copy
+        action += ends[first_copy][piece_of_action]
+        copy += first_copy[piece_of_copy]
+        return _Steps(
+            trajectory=piece_of_action,
+            index=self.index[action],
+            block=self.block[action],
+            copy=self.copy[action] + copies_before[piece_of_action],
+            first_action=self.first_action[copy] + actions_before[piece_of_copy],
+            before=self.before[copy],
+            in_block=self.in_block[copy],
+        )
 
     @property
     def copy_trajectory(self) -> Int64[np.ndarray, " copies"]:
@@ -185,12 +212,13 @@ def _order_steps(trajectories: Sequence[Trajectory], cuts: Sequence[_Cut], merge
     )
     order = np.lexsort((index, step, block, trajectory))
     trajectory, index, step, block = (x[order] for x in (trajectory, index, step, block))
-    in_block = _is_new(trajectory, block)
-    is_copy = in_block | _is_new(step)
+    is_block = _is_new(trajectory, block)
+    is_copy = is_block | _is_new(step)
     # Number the copies of each block from 0; those that are no multiple of merge_steps join the one before.
-    is_copy &= _rank(np.cumsum(is_copy) - 1, in_block) % merge_steps == 0
-    first_action = np.flatnonzero(is_copy)
-    return _Steps(trajectory, index, block, np.cumsum(is_copy) - 1, first_action, step[first_action])
+    is_copy &= _rank(np.cumsum(is_copy) - 1, is_block) % merge_steps == 0
+    first_action, copy = np.flatnonzero(is_copy), np.cumsum(is_copy) - 1
+    in_block = _rank(np.arange(len(first_action)), is_block[first_action])
+    return _Steps(trajectory, index, block, copy, first_action, step[first_action], in_block)
 
 
 def _block_bounds(
@@ -205,38 +233,73 @@ def _block_bounds(
 # -- packing -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """What a pack holds of a trajectory: copies [start, stop) of all, and the clean text that they see."""
+
+    trajectory: int
+    start: int
+    stop: int
+    cut: _Cut
+    num_tokens: int
+    """Without the shared prompt."""
+
+
 def _share_out(
-    trajectories: Sequence[Trajectory], cuts: Sequence[_Cut], token_budget: int, merge_steps: int
-) -> list[Int64[np.ndarray, " members"]]:
-    """Which trajectories go into which pack: those of a prompt together, as far as the budget goes."""
-    if not trajectories:
-        return []
-    steps = _order_steps(trajectories, cuts, merge_steps)
+    trajectories: Sequence[Trajectory], cuts: Sequence[_Cut], steps: _Steps, token_budget: int
+) -> list[list[_Piece]]:
+    """What goes into which pack: the responses to a prompt together, as far as the budget goes."""
     start, stop = _block_bounds(cuts, steps.copy_trajectory, steps.copy_block)
-    own = np.array([c.clean_stop - c.shared_stop for c in cuts], dtype=np.int64)
-    np.add.at(own, steps.copy_trajectory, stop - start)
-    groups: dict[bytes, list[int]] = {}
-    for number, trajectory in enumerate(trajectories):
-        groups.setdefault(trajectory.prompt_ids.tobytes(), []).append(number)
+    first_copy = np.searchsorted(steps.copy_trajectory, np.arange(len(cuts) + 1))
+    groups: dict[bytes, list[_Piece]] = {}
+    for number, (trajectory, cut) in enumerate(zip(trajectories, cuts, strict=True)):
+        copies = slice(int(first_copy[number]), int(first_copy[number + 1]))
+        room = token_budget - cut.shared_stop
+        pieces = _cut_pieces(number, cut, copies.start, start[copies], stop[copies], room)
+        groups.setdefault(trajectory.prompt_ids.tobytes(), []).extend(pieces)
     parts, costs = [], []
-    for group in map(np.array, groups.values()):
-        shared = cuts[group[0]].shared_stop
-        for part in pack(own[group], max(1, token_budget - shared), oversized="alone"):
-            parts.append(group[part])
-            costs.append(shared + int(own[group[part]].sum()))
-    return [np.concatenate([parts[i] for i in together]) for together in pack(costs, token_budget, "alone")]
+    for group in groups.values():
+        shared, sizes = group[0].cut.shared_stop, [piece.num_tokens for piece in group]
+        for part in pack(sizes, max(1, token_budget - shared), oversized="alone"):
+            parts.append([group[i] for i in part])
+            costs.append(shared + sum(sizes[i] for i in part))
+    return [
+        [piece for i in together for piece in parts[i]]
+        for together in pack(costs, token_budget, oversized="alone")
+    ]
+
+
+def _cut_pieces(
+    number: int,
+    cut: _Cut,
+    first_copy: int,
+    start: Int64[np.ndarray, " copies"],
+    stop: Int64[np.ndarray, " copies"],
+    room: int,
+) -> list[_Piece]:
+    """A trajectory's copies, given the blocks [start, stop) that they are of, as few pieces of at most
+    `room` tokens."""
+    clean = start - cut.shared_stop
+    copied = np.cumsum(stop - start)
+    room = max(room, 2 * int(clean[-1]))
+    pieces, done = [], 0
+    while done < len(start):
+        before = int(copied[done - 1]) if done else 0
+        until = max(done + 1, int(np.searchsorted(clean + copied, room + before, side="right")))
+        last = until - 1
+        size = int(clean[last] + copied[last]) - before
+        own_cut = replace(cut, clean_stop=int(start[last]))
+        pieces.append(_Piece(number, first_copy + done, first_copy + until, own_cut, size))
+        done = until
+    return pieces
 
 
 def _assemble(
-    trajectories: Sequence[Trajectory],
-    cuts: Sequence[_Cut],
-    members: Int64[np.ndarray, " members"],
-    mask_token_id: int,
-    merge_steps: int,
+    trajectories: Sequence[Trajectory], all_steps: _Steps, members: Sequence[_Piece], mask_token_id: int
 ) -> ReplayPack:
     """One pack. Everything in it is a run of positions of one trajectory, as it stood before some step."""
-    chosen, chosen_cuts = [trajectories[i] for i in members], [cuts[i] for i in members]
-    steps = _order_steps(chosen, chosen_cuts, merge_steps)
+    chosen, chosen_cuts = [trajectories[m.trajectory] for m in members], [m.cut for m in members]
+    steps = all_steps.of(members)
     runs, first_copy = _lay_out(chosen, chosen_cuts, steps)
     run, offset = _runs(runs.stop - runs.start)
     position = runs.start[run] + offset
@@ -256,7 +319,8 @@ def _assemble(
     own_run = first_copy[steps.copy]
     prompt_length = np.array([len(t.prompt_ids) for t in chosen])[steps.trajectory]
     read = _starts(runs.stop - runs.start)[own_run] + prompt_length + steps.index - runs.start[own_run]
-    return ReplayPack(layout, token_ids, _actions(chosen, chosen_cuts, steps, read), members)
+    actions = _actions(chosen, chosen_cuts, steps, read)
+    return ReplayPack(layout, token_ids, actions, np.array([m.trajectory for m in members]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,8 +379,6 @@ def _actions(
 ) -> ReplayedActions:
     starts = _starts([len(t.response_ids) for t in trajectories])
     at = starts[steps.trajectory] + steps.index
-    is_first = _is_new(steps.copy_trajectory, steps.copy_block)
-    rank = _rank(np.arange(len(is_first)), is_first)
     num_prompt_blocks = np.array([c.partition.num_prompt_blocks for c in cuts])
     return ReplayedActions(
         read=read,
@@ -325,7 +387,7 @@ def _actions(
         members=steps.trajectory,
         steps=steps.copy,
         blocks=steps.block - num_prompt_blocks[steps.trajectory],
-        steps_in_block=rank[steps.copy],
+        steps_in_block=steps.in_block[steps.copy],
         temperature=np.array([t.temperature for t in trajectories])[steps.trajectory],
         engine_log_probs=np.concatenate([t.log_probs for t in trajectories])[at].astype(np.float64),
     )

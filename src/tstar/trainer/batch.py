@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from tstar.advantages import group_advantages, truncated_as_wrong, within_accuracy_band
+from tstar.advantages import StepTable, group_advantages, truncated_as_wrong, within_accuracy_band
 from tstar.loss import Actions, BatchTotals
 from tstar.partition import PartitionRule
-from tstar.replay import ReplayedActions, ReplayPack
+from tstar.replay import ReplayPack
 from tstar.trajectory import Trajectory
 
 
@@ -42,24 +43,25 @@ class Batch:
     advantages: Float64[np.ndarray, " rollouts"]
     """Over the responses of a prompt."""
 
+    @cached_property
+    def sizes(self) -> Int64[np.ndarray, " rollouts"]:
+        """Actions of each: the tokens up to the stop."""
+        return np.array([r.trajectory.stop_length for r in self.rollouts], dtype=np.int64)
+
     def part(self, chosen: Int64[np.ndarray, " part"]) -> Batch:
         rollouts = tuple(self.rollouts[i] for i in chosen)
         return Batch(rollouts, self.numbers[chosen], self.rewards[chosen], self.advantages[chosen])
 
-    def token_rewards(self, pack: ReplayPack) -> Float64[np.ndarray, " actions"] | None:
-        """Process rewards at a pack's actions, where there are any."""
-        rollouts = [self.rollouts[i] for i in pack.trajectories]
-        if all(r.token_rewards is None for r in rollouts):
+    def token_rewards(self, packs: Sequence[ReplayPack]) -> Float64[np.ndarray, " actions"] | None:
+        """Process rewards at the packs' actions, where there are any."""
+        given = [r.token_rewards for r in self.rollouts]
+        if all(rewards is None for rewards in given):
             return None
-        lengths = [len(r.trajectory.response_ids) for r in rollouts]
-        flat = np.concatenate(
-            [
-                np.zeros(n) if r.token_rewards is None else r.token_rewards
-                for n, r in zip(lengths, rollouts, strict=True)
-            ]
-        )
+        lengths = [len(r.trajectory.response_ids) for r in self.rollouts]
+        each = [np.zeros(n) if x is None else x for n, x in zip(lengths, given, strict=True)]
         start = np.cumsum([0, *lengths[:-1]])
-        chosen: np.ndarray = flat[start[pack.actions.members] + pack.actions.index]
+        at = [start[p.trajectories[p.actions.members]] + p.actions.index for p in packs]
+        chosen: np.ndarray = np.concatenate(each)[np.concatenate(at)]
         return chosen
 
     def name(self, place: int) -> str:
@@ -131,7 +133,17 @@ class Minibatch:
     packs: tuple[FixedPack, ...]
 
 
-def loss_actions(actions: ReplayedActions, device: torch.device) -> Actions:
+def loss_actions(pack: ReplayPack, device: torch.device) -> Actions:
     """A pack's actions as the objective counts them."""
-    ids = (actions.steps, actions.members, actions.blocks, actions.steps_in_block)
+    actions = pack.actions
+    ids = (actions.steps, pack.trajectories[actions.members], actions.blocks, actions.steps_in_block)
     return Actions(*(torch.from_numpy(x).to(device) for x in ids))
+
+
+def step_table(packs: Sequence[ReplayPack]) -> StepTable:
+    """The steps of all packs in order, for GAE: a trajectory may be spread over packs."""
+    columns = [(p.trajectories[p.actions.members], p.actions.blocks, p.actions.steps_in_block) for p in packs]
+    keys = np.concatenate([np.stack(column, axis=1) for column in columns])
+    steps, step_ids = np.unique(keys, axis=0, return_inverse=True)
+    step_ids = step_ids.reshape(-1)
+    return StepTable(step_ids.astype(np.int64), steps[step_ids, 0])

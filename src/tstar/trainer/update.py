@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tstar.advantages import StepTable, place_rewards, step_gae
+from tstar.advantages import place_rewards, step_gae
 from tstar.errors import UserError
 from tstar.lora import has_lora, merged_copy, without_lora
 from tstar.loss import (
@@ -37,7 +37,7 @@ from tstar.model.transformer import LanguageModel
 from tstar.optimizer import NonFiniteGradientError, Optimizer, OptimizerConfig
 from tstar.partition import PartitionRule
 from tstar.replay import ReplayPack, replay, score
-from tstar.trainer.batch import Batch, FixedPack, Minibatch, Rollout, loss_actions, select
+from tstar.trainer.batch import Batch, FixedPack, Minibatch, Rollout, loss_actions, select, step_table
 from tstar.trainer.metrics import StepMetrics, UpdateMetrics
 from tstar.value import ValueModel, predict_values
 
@@ -62,7 +62,7 @@ class TrainerConfig:
     value: ValueConfig | None = None
     """None: advantages over the responses of a prompt, without a value model."""
     token_budget: int = 16_384
-    """Tokens of one forward, clean and noisy; a trajectory that needs more gets a forward of its own."""
+    """Tokens of one forward, clean and noisy; a trajectory that needs more is spread over several."""
     num_minibatches: int = 1
     """Optimizer steps for one pass over the rollouts."""
     num_passes: int = 1
@@ -203,35 +203,39 @@ class Trainer:
                 f"importance_cap: {config.objective.importance_cap} weighs by the engine's log-probs, but "
                 "these rollouts are replayed under other blocks or merged steps; leave it out"
             )
-        fixed = []
-        for pack in packs:
-            old = score(self.model, pack).log_probs if wants_old else None
-            found = self._fix(batch, pack, is_as_decoded)
-            fixed.append(replace(found, old_log_probs=old, base_log_probs=self._base_log_probs(pack)))
+        fixed = [self._fix(batch, pack, is_as_decoded, wants_old) for pack in packs]
+        if config.value is not None:
+            fixed = self._with_values(batch, fixed, config.value)
         totals = BatchTotals.of([p.actions for p in fixed], [len(t.response_ids) for t in trajectories])
         return Minibatch(batch, rule, totals, tuple(fixed))
 
-    def _fix(self, batch: Batch, pack: ReplayPack, is_as_decoded: bool) -> FixedPack:
-        """A pack with its advantages: over groups, or by GAE over the steps of its trajectories."""
+    def _fix(self, batch: Batch, pack: ReplayPack, is_as_decoded: bool, wants_old: bool) -> FixedPack:
+        """A pack with its log-probs, and its advantages over groups."""
         device, actions = self.model.device, pack.actions
-        engine = torch.from_numpy(actions.engine_log_probs).to(device) if is_as_decoded else None
         by_group = batch.advantages[pack.trajectories][actions.members]
-        fixed = FixedPack(pack, loss_actions(actions, device), torch.from_numpy(by_group).to(device), engine)
-        if self.config.value is None:
-            return fixed
-        assert self.value_model is not None
-        values = predict_values(self.value_model, pack)
-        table = StepTable(actions.steps, actions.members)
-        outcome = batch.rewards[pack.trajectories]
-        rewards = place_rewards(table, outcome, per_token=batch.token_rewards(pack))
-        old = values.double().cpu().numpy()
-        gae = step_gae(table, rewards, old, self.config.value.gamma, self.config.value.lam)
-        return replace(
-            fixed,
-            advantages=torch.from_numpy(gae.advantages).to(device),
-            old_values=values,
-            returns=torch.from_numpy(gae.returns).to(device),
+        return FixedPack(
+            pack,
+            loss_actions(pack, device),
+            advantages=torch.from_numpy(by_group).to(device),
+            engine_log_probs=torch.from_numpy(actions.engine_log_probs).to(device) if is_as_decoded else None,
+            old_log_probs=score(self.model, pack).log_probs if wants_old else None,
+            base_log_probs=self._base_log_probs(pack),
         )
+
+    def _with_values(self, batch: Batch, fixed: Sequence[FixedPack], config: ValueConfig) -> list[FixedPack]:
+        """The packs with values, and advantages by GAE over the steps of their trajectories."""
+        assert self.value_model is not None
+        packs, device = [f.pack for f in fixed], self.model.device
+        values = [predict_values(self.value_model, pack) for pack in packs]
+        table = step_table(packs)
+        rewards = place_rewards(table, batch.rewards, per_token=batch.token_rewards(packs))
+        gae = step_gae(table, rewards, torch.cat(values).double().cpu().numpy(), config.gamma, config.lam)
+        numbers = torch.from_numpy(np.stack([gae.advantages, gae.returns])).to(device)
+        parts = torch.split(numbers, [len(v) for v in values], 1)
+        return [
+            replace(f, advantages=own[0], old_values=old, returns=own[1])
+            for f, old, own in zip(fixed, values, parts, strict=True)
+        ]
 
     def _base_log_probs(self, pack: ReplayPack) -> Tensor | None:
         """Under the base model, where there is one to read."""
@@ -274,7 +278,7 @@ class Trainer:
             base_log_probs=fixed.base_log_probs,
         )
         outputs = trace_loss(inputs, minibatch.totals, self.config.objective)
-        _refuse_non_finite("loss", outputs.trajectory_losses, fixed, minibatch.batch)
+        _refuse_non_finite("loss", outputs.trajectory_losses, minibatch.batch)
         return outputs
 
     def _value_loss(self, fixed: FixedPack, minibatch: Minibatch) -> ValueLossOutputs:
@@ -284,9 +288,10 @@ class Trainer:
         assert fixed.old_values is not None
         assert fixed.returns is not None
         values = predict_values(self.value_model, fixed.pack, self.config.recompute_activations)
-        inputs = ValueLossInputs(fixed.actions, values, fixed.old_values, fixed.returns)
+        sizes = torch.from_numpy(minibatch.batch.sizes).to(values.device)[fixed.actions.trajectory_ids]
+        inputs = ValueLossInputs(fixed.actions, values, fixed.old_values, fixed.returns, sizes)
         outputs = value_loss(inputs, minibatch.totals, self.config.value.clip_eps)
-        _refuse_non_finite("value loss", outputs.trajectory_losses, fixed, minibatch.batch)
+        _refuse_non_finite("value loss", outputs.trajectory_losses, minibatch.batch)
         return outputs
 
     # -- numbers that are none -----------------------------------------------------------------
@@ -308,10 +313,12 @@ class Trainer:
         """The first rollout whose gradient alone is not finite."""
         for place in range(len(minibatch.batch.rollouts)):
             alone = self._prepare(minibatch.batch.part(np.array([place])), minibatch.rule, wants_old=False)
-            is_finite = _has_finite_gradient(self._policy_loss(alone.packs[0], alone).loss, self.model)
-            if self.value_model is not None:
-                value = self._value_loss(alone.packs[0], alone).loss
-                is_finite &= _has_finite_gradient(value, self.value_model)
+            is_finite = True
+            for fixed in alone.packs:
+                is_finite &= _has_finite_gradient(self._policy_loss(fixed, alone).loss, self.model)
+                if self.value_model is not None:
+                    value = self._value_loss(fixed, alone).loss
+                    is_finite &= _has_finite_gradient(value, self.value_model)
             if not is_finite:
                 return minibatch.batch.name(place)
         return "no rollout alone"
@@ -329,10 +336,11 @@ def _has_finite_gradient(loss: Tensor, model: nn.Module) -> bool:
     return all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
 
-def _refuse_non_finite(what: str, losses: Tensor, fixed: FixedPack, batch: Batch) -> None:
+def _refuse_non_finite(what: str, losses: Tensor, batch: Batch) -> None:
     is_wrong = ~losses.isfinite()
     if is_wrong.any():
-        member = int(is_wrong.nonzero()[0])
+        place = int(is_wrong.nonzero()[0])
         others = f", as that of {int(is_wrong.sum()) - 1} others" if is_wrong.sum() > 1 else ""
-        name = batch.name(int(fixed.pack.trajectories[member]))
-        raise NonFiniteLossError(f"{name}: its {what} is {float(losses[member])}{others}; no step was taken")
+        raise NonFiniteLossError(
+            f"{batch.name(place)}: its {what} is {float(losses[place])}{others}; no step was taken"
+        )
