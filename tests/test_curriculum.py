@@ -25,7 +25,7 @@ from tstar.curriculum import (
     run,
 )
 from tstar.errors import UserError
-from tstar.guard import Alarm, GuardConfig, Health
+from tstar.guard import Action, Alarm, GuardConfig, Health
 from tstar.partition import PartitionRule
 
 NO_GUARD = Schedule(evaluate_every=1000, save_every=1000, guard=GuardConfig(action="warn"))
@@ -99,7 +99,7 @@ class FakeWorld:
         self.note("roll back", target.update_step)
         self.theta = self.saved[target.update_step][0]
 
-    def warn(self, alarms: Sequence[Alarm], progress: Progress) -> None:
+    def warn(self, alarms: Sequence[Alarm], action: Action, progress: Progress) -> None:
         self.note("warn", tuple(alarm.signal for alarm in alarms), progress.update_step)
 
     def save(self, progress: Progress) -> None:

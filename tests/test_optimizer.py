@@ -169,3 +169,15 @@ def test_frozen_parameters_stay() -> None:
 def test_impossible_settings_are_named(field: str, change: dict[str, object]) -> None:
     with pytest.raises(UserError, match=f"^{field}: "):
         OptimizerConfig(**change)  # type: ignore[arg-type]
+
+
+def test_one_optimizer_after_another_trains_the_same_bf16_weights() -> None:
+    model = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    first = Optimizer(model.named_parameters(), OptimizerConfig(learning_rate=0.1))
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    first.release()
+    second = Optimizer(model.named_parameters(), OptimizerConfig(learning_rate=0.1))
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    assert second.step().grad_norm == pytest.approx(8**0.5)
+    assert (model.weight < before).all()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from tstar.errors import UserError
-from tstar.guard import Alarm, GuardConfig, Health, judge
+from tstar.guard import Action, Alarm, GuardConfig, Health, judge
 from tstar.partition import Origin, PartitionRule
 from tstar.unmask import UnmaskPolicy
 
@@ -30,6 +30,10 @@ class Plateau:
     min_gain: float = 0.0
     """What is to count as better: more than this above the best before."""
 
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise UserError(f"patience: {self.patience} is too few; use 1 or more")
+
 
 @dataclass(frozen=True)
 class WeightedPolicy(UnmaskPolicy):
@@ -45,17 +49,30 @@ class ColdStart:
 
     num_problems: int = 256
     """Problems that are answered for it, decoded at the block size before; in the first stage at its own."""
+    num_samples: int = 4
+    """Responses to each; the correct ones are learnt."""
+    policy: UnmaskPolicy | None = None
+    """How they are decoded. Default: as the rollouts of the stage before."""
     num_steps: int = 100
     """Optimizer steps."""
     batch_size: int = 64
     """Responses per optimizer step."""
     learning_rate: float = 1e-5
+    """The highest one; it falls as a cosine, to 0 at the last step."""
     warmup_steps: int = 5
+    """Optimizer steps over which it rises."""
 
     def __post_init__(self) -> None:
-        for name in ("num_problems", "num_steps", "batch_size"):
+        for name in ("num_problems", "num_samples", "num_steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: {getattr(self, name)} is too few; use 1 or more")
+        if not self.learning_rate > 0:
+            raise UserError(f"learning_rate: {self.learning_rate} cannot be used; use a positive number")
+        if not 0 <= self.warmup_steps < self.num_steps:
+            raise UserError(
+                f"warmup_steps: {self.warmup_steps} does not fit num_steps: {self.num_steps}; use 0 or more, "
+                "and fewer than them"
+            )
 
 
 @dataclass(frozen=True)
@@ -249,8 +266,8 @@ class World(Protocol[Group]):
         """Put model and optimizer back to a checkpoint of this stage."""
         ...
 
-    def warn(self, alarms: Sequence[Alarm], progress: Progress) -> None:
-        """The guard has something to say."""
+    def warn(self, alarms: Sequence[Alarm], action: Action, progress: Progress) -> None:
+        """The guard has something to say, and this is what is done about it."""
         ...
 
     def save(self, progress: Progress) -> None:
@@ -331,8 +348,9 @@ def examine(stage: Stage, world: World[Any], schedule: Schedule, progress: Progr
         progress = _with_accuracy(progress, world.evaluate(stage, progress))
     alarms = judge(progress.history, schedule.guard)
     if alarms:
-        world.warn(alarms, progress)
-        progress = _after_alarm(stage, world, schedule.guard, progress, alarms)
+        action = _action(schedule.guard, progress)
+        world.warn(alarms, action, progress)
+        progress = _after_alarm(stage, world, schedule.guard, progress, alarms, action)
     progress = replace(progress, examined=progress.update_step)
     yield progress
     return progress
@@ -413,14 +431,28 @@ def _with_accuracy(progress: Progress, accuracy: float) -> Progress:
     return replace(progress, history=(*history, seen), best=best)
 
 
+def _action(guard: GuardConfig, progress: Progress) -> Action:
+    """What the guard does now: a roll-back needs somewhere to go, and has to help in the end."""
+    if guard.action != "roll_back":
+        return guard.action
+    can_help = progress.stage_best is not None and progress.num_roll_backs < guard.max_roll_backs
+    return "roll_back" if can_help else "stop"
+
+
 def _after_alarm(
-    stage: Stage, world: World[Any], guard: GuardConfig, progress: Progress, alarms: Sequence[Alarm]
+    stage: Stage,
+    world: World[Any],
+    guard: GuardConfig,
+    progress: Progress,
+    alarms: Sequence[Alarm],
+    action: Action,
 ) -> Progress:
-    if guard.action == "warn":
+    if action == "warn":
         return progress
-    target = progress.stage_best
-    if guard.action == "stop" or target is None or progress.num_roll_backs >= guard.max_roll_backs:
+    if action == "stop":
         return replace(progress, stop_reason="; ".join(alarm.message for alarm in alarms))
+    target = progress.stage_best
+    assert target is not None
     world.roll_back(stage, progress, target)
     return replace(
         progress,

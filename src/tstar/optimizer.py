@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tstar.errors import UserError
 
@@ -99,7 +100,8 @@ class Optimizer:
         self._parameters = {name: p for name, p in parameters if p.requires_grad}
         if not self._parameters:
             raise ValueError("parameters: none of them requires a gradient; there is nothing to train")
-        self._trained = {name: _master_of(p) for name, p in self._parameters.items()}
+        self._hooks: list[RemovableHandle] = []
+        self._trained = {name: self._master_of(p) for name, p in self._parameters.items()}
         is_matrix = [p.dim() > 1 for p in self._trained.values()]
         groups = [
             {
@@ -133,6 +135,12 @@ class Optimizer:
         self.zero_grad()
         self.num_steps_done += 1
         return OptimizerStep(learning_rate, grad_norm)
+
+    def release(self) -> None:
+        """Let go of the parameters: below fp32, only one optimizer at a time may collect their gradients."""
+        self.zero_grad()
+        for hook in self._hooks:
+            hook.remove()
 
     def zero_grad(self) -> None:
         """Forget the gradients of the backward passes since the last step."""
@@ -193,26 +201,26 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self.config.max_grad_norm, norm)
         return float(norm)
 
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter itself, or below fp32 a copy that collects its gradients in fp32."""
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+
+        def collect(low: Tensor) -> None:
+            assert low.grad is not None
+            gradient, low.grad = low.grad, None
+            master.grad = gradient.to(torch.float32) if master.grad is None else master.grad.add_(gradient)
+
+        hook = parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+        self._hooks.append(hook)
+        return master
+
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for name, parameter in self._parameters.items():
             if self._trained[name] is not parameter:
                 parameter.copy_(self._trained[name])
-
-
-def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, or below fp32 a copy that collects its gradients in fp32."""
-    if parameter.dtype in (torch.float32, torch.float64):
-        return parameter
-    master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-
-    def collect(low: Tensor) -> None:
-        assert low.grad is not None
-        gradient, low.grad = low.grad, None
-        master.grad = gradient.to(torch.float32) if master.grad is None else master.grad.add_(gradient)
-
-    parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
-    return master
 
 
 def _describe_non_finite(gradients: Mapping[str, Tensor], optimizer_step: int) -> str:

@@ -20,13 +20,13 @@ from tstar.curriculum import (
     WeightedPolicy,
     doubling,
 )
-from tstar.data import PromptTemplate
+from tstar.data import prompt_template
 from tstar.engine import EngineConfig
 from tstar.errors import UserError
 from tstar.guard import GuardConfig
 from tstar.lora import LoraConfig
 from tstar.partition import Origin
-from tstar.rewards import RewardSpec
+from tstar.rewards import RewardSpec, default_reward
 from tstar.tracking import TrackerName
 from tstar.trainer import TrainerConfig
 from tstar.unmask import UnmaskPolicy
@@ -43,11 +43,15 @@ class DataConfig:
     """Only problems from one level to another, both included. Default: all."""
     num_problems: int | None = None
     """Only that many, the first ones. Default: all (of a generated task: new ones without end)."""
-    prompt: PromptTemplate | None = None
-    """How a question becomes a prompt, in training and validation. Default: as suits the source."""
+    prompt: str | None = None
+    """How a question becomes a prompt, in training and validation: math (the paper's instruction), chat (the
+    question as the user's message), raw (the question alone), or a message of your own with {question} in
+    it. Default: math; raw for a generated task."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_problems")
+        if self.prompt is not None:
+            prompt_template(self.prompt)
         if self.levels is not None and self.levels[0] > self.levels[1]:
             raise UserError(f"levels: {list(self.levels)} is empty; give the lower one first")
 
@@ -141,8 +145,8 @@ class RolloutConfig:
 class RewardsConfig:
     """What a response earns."""
 
-    terms: tuple[RewardSpec, ...] = (RewardSpec("math"),)
-    """A weighted sum. The first term says what is correct."""
+    terms: tuple[RewardSpec, ...] = ()
+    """A weighted sum; the first term says what is correct. Default: math; chain for a generated task."""
     num_workers: int | None = None
     """Processes for rewards that may hang (math, your own). Default: as many as there are cores."""
     time_limit: float = 5.0
@@ -152,8 +156,6 @@ class RewardsConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_workers", "memory_limit_mb")
-        if not self.terms:
-            raise UserError("terms: none given; name at least one, as in [{name: math}]")
         if not self.time_limit > 0:
             raise UserError(f"time_limit: {self.time_limit} leaves no time; use some seconds")
 
@@ -263,6 +265,10 @@ class RunConfig:
     def validation_policy(self, stage: Stage) -> UnmaskPolicy:
         """What the stage is judged by."""
         return self.validation.policy or plain(stage.policies[0])
+
+    @property
+    def reward_terms(self) -> tuple[RewardSpec, ...]:
+        return self.rewards.terms or (RewardSpec(default_reward(self.data.source)),)
 
     @property
     def validation_source(self) -> str:
