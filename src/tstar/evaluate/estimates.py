@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 
 import numpy as np
@@ -61,6 +61,18 @@ def ratio_estimates(
         Estimate(float(value), float(low), float(high))
         for value, low, high in zip(values, lows, highs, strict=True)
     )
+
+
+def widened(share: Estimate, num_problems: int) -> Estimate:
+    """A share's interval, where all problems have the same one: 0 or 1.
+
+    Resampling sees no spread then and would call 0 of 30 certain. What replaces it is the exact binomial
+    bound (Clopper-Pearson) over problems: 0 of 30 is compatible with up to 11.6 %.
+    """
+    reach = 1 - ((1 - CONFIDENCE) / 2) ** (1 / num_problems)
+    if share.high == 0:
+        return replace(share, high=reach)
+    return replace(share, low=1 - reach) if share.low == 1 else share
 
 
 def _resample_counts(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int64
 
 from tstar.data import Problem, ProblemSet
 from tstar.engine import Engine, GenerationError, Request, RequestFailed, RequestFinished
@@ -87,9 +88,7 @@ def evaluate(
     requests = _requests(problems, tokenizer, settings)
     trajectories, seconds = _decode(engine, problems, requests, settings.num_samples, kept, on_progress)
     responses, num_failures = _judge(problems, tokenizer, trajectories, settings.num_samples, scorer)
-    conditions = Conditions.of(
-        provenance or Provenance(), settings, problems, scorer.specs[0].name, engine.model.config.is_diffusion
-    )
+    conditions = conditions_of(engine, problems, settings, scorer, provenance)
     return Evaluation(
         summary=Summary.of(conditions, responses, num_failures, seconds),
         problems=problems.problems,
@@ -98,13 +97,32 @@ def evaluate(
     )
 
 
+def conditions_of(
+    engine: Engine,
+    problems: ProblemSet,
+    settings: EvalSettings,
+    scorer: Scorer,
+    provenance: Provenance | None,
+) -> Conditions:
+    """Those of a call of `evaluate`."""
+    is_diffusion = engine.model.config.is_diffusion
+    return Conditions.of(provenance or Provenance(), settings, problems, scorer.specs[0].name, is_diffusion)
+
+
+def prompts_of(
+    problems: ProblemSet, tokenizer: transformers.PreTrainedTokenizerBase
+) -> list[Int64[np.ndarray, " prompt"]]:
+    """The prompt of each problem."""
+    rendered = (problems.prompt.render(tokenizer, problem.question) for problem in problems.problems)
+    return [np.array(ids, dtype=np.int64) for ids in rendered]
+
+
 def _requests(
     problems: ProblemSet, tokenizer: transformers.PreTrainedTokenizerBase, settings: EvalSettings
 ) -> list[Request]:
     """In the order of (problem, sample): samples of a problem share its prompt's keys and values."""
     out = []
-    for index, problem in enumerate(problems.problems):
-        prompt_ids = np.array(problems.prompt.render(tokenizer, problem.question), dtype=np.int64)
+    for index, prompt_ids in enumerate(prompts_of(problems, tokenizer)):
         for sample in range(settings.num_samples):
             seed = request_seed(settings.seed, index, sample)
             out.append(Request(prompt_ids, settings.rule, settings.sampling, seed))

@@ -12,7 +12,7 @@ import numpy as np
 
 from tstar.data import Problem, ProblemSet, PromptTemplate
 from tstar.engine import SamplingParams
-from tstar.evaluate.estimates import Estimate, pass_at_k, ratio_estimates
+from tstar.evaluate.estimates import Estimate, pass_at_k, ratio_estimates, widened
 from tstar.partition import PartitionRule
 from tstar.schedule import DecodedResponse, local_strict
 from tstar.trajectory import ForwardCounts
@@ -26,14 +26,16 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the model came from, in words for people; none of it changes a number."""
+    """Which model it is; a model in memory may say nothing."""
 
     label: str = ""
     """The method: base, TraceRL, T*, AR, ..."""
     model: str = ""
     """Path of the model."""
     weights: str | None = None
-    """Fingerprint of its files, where it was read from some (`tstar.evaluate.fingerprint`)."""
+    """Fingerprint of its files, where it was read from some (`tstar.evaluate.sweep.fingerprint`)."""
+    dtype: str | None = None
+    """What its weights were converted to when they were read; None: as stored."""
     update_step: int | None = None
     """Of the run that made it."""
 
@@ -85,6 +87,8 @@ class Conditions:
     problems: str
     """Fingerprint of the problems."""
     weights: str | None
+    """Fingerprint of the model's files."""
+    dtype: str | None
 
     @classmethod
     def of(
@@ -120,6 +124,7 @@ class Conditions:
             prompt=asdict(problems.prompt),
             problems=_digest(problems.problems),
             weights=provenance.weights,
+            dtype=provenance.dtype,
         )
 
     @property
@@ -225,8 +230,8 @@ class Summary:
         accuracy, tokens_per_forward, strictness, *pass_at = ratio_estimates(numerators, denominators)
         return cls(
             conditions=conditions,
-            accuracy=accuracy,
-            pass_at=dict(zip(ks, pass_at, strict=True)),
+            accuracy=widened(accuracy, shape[0]),
+            pass_at={k: widened(share, shape[0]) for k, share in zip(ks, pass_at, strict=True)},
             tokens_per_forward=tokens_per_forward,
             local_strict=strictness,
             response_length=Lengths(float(np.mean(lengths)), max(lengths)),
