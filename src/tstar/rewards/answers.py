@@ -44,6 +44,11 @@ def last_boxed(text: str) -> str | None:
     return ", ".join(contents) if any(contents) else None
 
 
+def has_box(text: str) -> bool:
+    """Whether a box was at least begun."""
+    return _BOX.search(text) is not None
+
+
 def answer_phrase(text: str) -> str | None:
     """What follows the last "answer is" or "answer:" on its line."""
     phrases = _ANSWER_PHRASE.findall(text[-MAX_ANSWER_LENGTH:])

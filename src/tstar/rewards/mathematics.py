@@ -15,11 +15,12 @@ from typing import Any
 from math_verify import parse, verify
 
 from tstar.data import Problem
-from tstar.rewards.answers import MAX_ANSWER_LENGTH, answer_phrase, last_boxed
+from tstar.rewards.answers import MAX_ANSWER_LENGTH, answer_phrase, has_box, last_boxed
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its time limit is off
 
 _IMAGINARY = re.compile(r"(?<=[\d}])i(?![a-zA-Z])")
+_OUTER_SPACE = re.compile(r"^(?:\\[,;:! ]|\s|~)+|(?:\\[,;:! ]|(?<!\\)\\$|\s|~)+$")
 _TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _ENDS_IN_MATHS = re.compile(r"(?:\$\$?|\\[(\[])([^$\n]+?)(?:\$\$?|\\[)\]])[\s.*]*$")
@@ -30,12 +31,15 @@ def math(problem: Problem, response: str) -> float:
     thousands separators apart. No answer is never equal to anything.
 
     The answer is the last box; without one, what a sentence gives as the answer, or the formula at the
-    very end, or else what math-verify finds in the last lines.
+    very end, or else what math-verify finds in the last lines. A box that is empty or never closed is no
+    answer, whatever stands around it.
     """
     gold = problem.answer
     boxed = last_boxed(response)
     if boxed is not None:
         return float(are_equal(gold, boxed))
+    if has_box(response):
+        return 0.0
     tail = response[-MAX_ANSWER_LENGTH:]
     spoken = answer_phrase(tail)
     phrase = _without_delimiters(spoken or "")
@@ -73,8 +77,8 @@ def _parse(text: str) -> list[Any]:
 
 
 def _tidy(answer: str) -> str:
-    """Without the punctuation of the sentence around it, which math-verify takes for mathematics."""
-    return answer.strip().rstrip(".,;:").strip()
+    """Without the punctuation and the space around it, which math-verify takes for mathematics."""
+    return _OUTER_SPACE.sub("", answer).rstrip(".,;:").strip()
 
 
 def _letters(answer: str) -> str:
