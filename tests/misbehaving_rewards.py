@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from tstar.data import Problem
+from tstar.rewards import Response
 
 
 def obey(problem: Problem, response: str, *, bonus: float = 0.0) -> float:
@@ -61,3 +62,13 @@ COMMANDS: dict[str, Callable[[str], float | None]] = {
 
 def always_wrong(problem: Problem, response: str) -> float:
     raise KeyError("gold")
+
+
+def knows_all(problem: Problem, response: Response) -> float:
+    """Raises unless problem and response arrived as they were sent."""
+    assert problem == Problem("1+1", "2", 7, "a/b", "one", {"subject": "sums"})
+    assert problem.fields == {"subject": "sums"}
+    told = (response.num_tokens, response.tokens_per_forward, response.finish_reason)
+    assert told == (7, 2.5, "length")
+    assert response == "text"
+    return 1.0
