@@ -53,6 +53,13 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def link_directory(source: Path, target: Path) -> None:
+    """A second name for a directory's files, which are not copied where the file system has hard links; what
+    the name stood for before is replaced. Neither directory may be written into afterwards."""
+    with replacing(target) as partial:
+        shutil.copytree(source, partial, copy_function=_link_or_copy, dirs_exist_ok=True)
+
+
 def remove(directory: Path) -> None:
     """Remove a directory: under its name it is whole, then gone, never half."""
     if directory.exists():
@@ -107,6 +114,13 @@ def _swap_in(partial: Path, directory: Path) -> None:
         raise
     finally:
         shutil.rmtree(previous, ignore_errors=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)
 
 
 def _umask() -> int:

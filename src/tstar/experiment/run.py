@@ -1,0 +1,155 @@
+"""A run from its beginning, or from where it was: opens what it needs, lets Algorithm 1 climb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tstar import curriculum
+from tstar.config import RunConfig, read_config, to_yaml
+from tstar.config.text import parse_file, to_plain
+from tstar.curriculum import Progress
+from tstar.data import ProblemSet, ProblemSource, prompt_template
+from tstar.engine.memory import free_bytes
+from tstar.errors import UserError
+from tstar.experiment.journal import Journal, OnEvent
+from tstar.experiment.local import OneProcess
+from tstar.experiment.policy import Policy
+from tstar.experiment.world import Problems, RunWorld, Tools, read_state
+from tstar.rewards import Rewards
+from tstar.run_dir import CONFIG_FILE, RunDir
+from tstar.tasks import open_problem_set, open_problems
+from tstar.tracking import MetricsFile, Tracking, start_tracker
+
+
+def ignore_event(
+    event: str, update_step: int, record: Mapping[str, object], time: Mapping[str, float]
+) -> None:
+    """Nobody watches."""
+
+
+def never() -> None:
+    """Nobody interrupts."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told what happens, and who may end it."""
+
+    on_event: OnEvent = ignore_event
+    check_interrupt: Callable[[], None] = never
+    """Called often; raises InterruptedRunError to end the run."""
+
+
+def start(config: RunConfig, directory: Path, watch: Watch | None = None) -> Progress:
+    """A new run, to its end; its directory appears once model and data are there."""
+    config = resolved(config)
+    policy, problems = Policy(config), open_training(config)
+    run = RunDir.create(directory, to_yaml(config))
+    with run.locked():
+        return _train(run, config, policy, problems, watch or Watch())
+
+
+def resume(directory: Path, watch: Watch | None = None) -> Progress:
+    """A run from its latest checkpoint, or from its beginning, to its end."""
+    run, config = open_run(directory)
+    with run.locked():
+        return _train(run, config, Policy(config), open_training(config), watch or Watch())
+
+
+def open_run(directory: Path) -> tuple[RunDir, RunConfig]:
+    """A run that exists, and what it was told."""
+    run = RunDir.open(directory)
+    try:
+        return run, read_config(parse_file(directory / CONFIG_FILE)).check()
+    except UserError as error:
+        raise UserError(f"{directory / CONFIG_FILE}: {error}") from error
+
+
+def open_training(config: RunConfig) -> Problems:
+    """The problems that a configuration names."""
+    data, validation = config.data, config.validation
+    training: ProblemSource
+    if data.num_problems is None and data.levels is None:
+        training = open_problems(data.source)
+    else:
+        training = _problem_set(data.source, data.levels, data.num_problems, "data")
+    held_out = _problem_set(
+        config.validation_source, validation.levels, validation.num_problems, "validation"
+    )
+    if data.prompt is not None:
+        prompt = prompt_template(data.prompt)
+        training = replace(training, prompt=prompt)  # type: ignore[type-var]  # both kinds are dataclasses
+        held_out = replace(held_out, prompt=prompt)
+    return Problems(training, held_out)
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """With everything that depends on the machine or the working directory settled for good."""
+    memory = config.engine.memory
+    if isinstance(memory, float):
+        is_cuda = config.device != "cpu" and torch.cuda.is_available()
+        memory = int(memory * free_bytes(torch.device("cuda" if is_cuda else "cpu")))
+    engine = replace(config.engine, memory=memory)
+    return replace(config, model=config.model.resolve(), engine=engine)
+
+
+# -- private -----------------------------------------------------------------------------------
+
+
+def _train(run: RunDir, config: RunConfig, policy: Policy, problems: Problems, watch: Watch) -> Progress:
+    """Go on from the latest checkpoint. Raises InterruptedRunError when what was done is saved."""
+    with ExitStack() as opened:
+        latest = run.latest_checkpoint
+        offset, begin = 0, Progress()
+        if latest is not None:
+            state = read_state(run.checkpoint_path(latest))
+            offset, begin = state["metrics_offset"], Progress.from_record(state["progress"])
+        file = MetricsFile(run.metrics)
+        file.truncate(offset)
+        journal = Journal(
+            opened.enter_context(closing(_start_tracking(run, config, file, begin.update_step))),
+            watch.on_event,
+        )
+        scorer = opened.enter_context(
+            Rewards(
+                config.reward_terms,
+                num_workers=config.rewards.num_workers,
+                time_limit=config.rewards.time_limit,
+                memory_limit=config.rewards.memory_limit_mb << 20,
+            )
+        )
+        tools = Tools(scorer, OneProcess(), journal, watch.check_interrupt)
+        world = RunWorld(config, run, policy, problems, tools)
+        if latest is not None:
+            begin = world.load(latest)
+        journal.show("begin", begin.update_step, {"stage": begin.stage, "resumed": latest is not None})
+        end = curriculum.run(config.stages, world, config.schedule, begin)
+        journal.log("end", end.update_step, {"reason": end.stop_reason})
+        return end
+
+
+def _problem_set(
+    source: str, levels: tuple[int, int] | None, num_problems: int | None, name: str
+) -> ProblemSet:
+    if levels is None:
+        return open_problem_set(source, num_problems)
+    if source.startswith("chain:"):
+        raise UserError(
+            f"{name}.levels: {source} names its levels itself; write chain:{levels[0]}-{levels[1]}"
+        )
+    found = open_problem_set(source).of_levels(*levels)
+    return found if num_problems is None else found.first(num_problems)
+
+
+def _start_tracking(run: RunDir, config: RunConfig, file: MetricsFile, update_step: int) -> Tracking:
+    settings = to_plain(config)
+    trackers = [
+        start_tracker(name, run.path, config.tracking.project, settings, update_step)
+        for name in config.tracking.trackers
+    ]
+    return Tracking(file, trackers)
