@@ -53,14 +53,21 @@ def read_summary(directory: Path) -> Summary:
 
 
 def read_evaluation(directory: Path) -> Evaluation:
-    lines = _read(directory / PROBLEMS_FILE, lambda text: [json.loads(each) for each in text.splitlines()])
-    pieces = _read(directory / PIECES_FILE, json.loads)
     return Evaluation(
         summary=read_summary(directory),
-        problems=tuple(Problem(p["question"], p["answer"], p["level"], p["id"]) for p in lines),
+        problems=_read(directory / PROBLEMS_FILE, _parse_problems),
         responses=tuple(read_responses(directory / RESPONSES_FILE)),
-        pieces={int(token_id): text for token_id, text in pieces.items()},
+        pieces=_read(directory / PIECES_FILE, _parse_pieces),
     )
+
+
+def _parse_problems(text: str) -> tuple[Problem, ...]:
+    records = [json.loads(line) for line in text.split("\n") if line]
+    return tuple(Problem(r["question"], r["answer"], r["level"], r["id"]) for r in records)
+
+
+def _parse_pieces(text: str) -> dict[int, str]:
+    return {int(token_id): piece for token_id, piece in json.loads(text).items()}
 
 
 def _read(path: Path, parse: Callable[[str], T]) -> T:

@@ -207,38 +207,32 @@ class Summary:
         seconds: float,
     ) -> Summary:
         """responses: judged, in the order of (problem, sample)."""
-        shape = (conditions.num_problems, conditions.num_samples)
         trajectories = [response.trajectory for response in responses]
+        lengths = np.array([t.stop_length for t in trajectories])
+        forwards = np.array([t.forwards.denoise for t in trajectories])
+        strict = np.array([local_strict(t.unmask_step[: t.stop_length]) for t in trajectories])
+        is_correct = np.array([bool(response.is_correct) for response in responses])
 
-        def per_problem(values: Sequence[float]) -> np.ndarray:
-            table: np.ndarray = np.array(values, dtype=np.float64).reshape(shape).sum(axis=1)
-            return table
-
-        num_correct = per_problem([float(bool(r.is_correct)) for r in responses])
-        lengths = [t.stop_length for t in trajectories]
-        strict = [local_strict(t.unmask_step[: t.stop_length]) for t in trajectories]
-        ks = _ks(conditions.num_samples)
-        passes = [[pass_at_k(conditions.num_samples, int(c), k) for c in num_correct] for k in ks]
-        samples = np.full(shape[0], float(shape[1]))
-        ratios = [
-            (num_correct, samples),
-            (per_problem(lengths), per_problem([t.forwards.denoise for t in trajectories])),
-            (per_problem(strict), samples),
-            *((np.array(passed), np.ones(shape[0])) for passed in passes),
-        ]
+        num_problems, num_samples = conditions.num_problems, conditions.num_samples
+        ones = np.ones(num_problems)
+        per_response = np.stack([is_correct, strict, lengths, forwards, np.ones(len(responses))])
+        correct, strict, tokens, steps, samples = per_response.reshape(5, num_problems, -1).sum(axis=2)
+        ks = _ks(num_samples)
+        passes = [np.array([pass_at_k(num_samples, int(c), k) for c in correct]) for k in ks]
+        ratios = [(correct, samples), (strict, samples), (tokens, steps), *((p, ones) for p in passes)]
         numerators, denominators = (np.stack(columns, axis=1) for columns in zip(*ratios, strict=True))
-        accuracy, tokens_per_forward, strictness, *pass_at = ratio_estimates(numerators, denominators)
+        accuracy, strictness, tokens_per_forward, *pass_at = ratio_estimates(numerators, denominators)
         return cls(
             conditions=conditions,
-            accuracy=widened(accuracy, shape[0]),
-            pass_at={k: widened(share, shape[0]) for k, share in zip(ks, pass_at, strict=True)},
+            accuracy=widened(accuracy, num_problems),
+            pass_at={k: widened(share, num_problems) for k, share in zip(ks, pass_at, strict=True)},
             tokens_per_forward=tokens_per_forward,
             local_strict=strictness,
-            response_length=Lengths(float(np.mean(lengths)), max(lengths)),
+            response_length=Lengths(float(lengths.mean()), int(lengths.max())),
             truncated=float(np.mean([t.finish_reason == "length" for t in trajectories])),
             forwards=_total([t.forwards for t in trajectories]),
             num_worker_failures=num_worker_failures,
-            time=Time(seconds, sum(lengths) / seconds if seconds > 0 else 0.0),
+            time=Time(seconds, float(lengths.sum() / seconds) if seconds > 0 else 0.0),
         )
 
     def to_json(self) -> str:
