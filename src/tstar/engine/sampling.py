@@ -23,6 +23,8 @@ from torch import Tensor
 
 RUN_LENGTH = 128
 """Tokens of the vocabulary summed up together."""
+NUCLEUS_SIZES = (256, 4096)
+"""Largest weights looked at for top-p before all of them are sorted, which takes ten times as long."""
 _BELOW_1 = 1.0 - 2.0**-53
 
 
@@ -37,6 +39,8 @@ class Draws:
     temperatures: Float64[Tensor, " reads"] | None
     """None: 1 everywhere."""
     top_k: Int64[Tensor, " reads"] | None
+    most_top_k: int
+    """The largest of them, known without asking the device."""
     top_p: Float64[Tensor, " reads"] | None
     min_p: Float64[Tensor, " reads"] | None
     wants_entropy: bool
@@ -66,6 +70,7 @@ class Draws:
                 np.where(is_greedy, 1.0, temperatures), bool((temperatures[~is_greedy] != 1).any())
             ),
             top_k=sent(top_k, bool(draws_any and top_k.any())),
+            most_top_k=int(top_k.max(initial=0)),
             top_p=sent(top_p, bool(draws_any and (top_p < 1).any())),
             min_p=sent(min_p, bool(draws_any and (min_p > 0).any())),
             wants_entropy=wants_entropy,
@@ -80,6 +85,7 @@ class Draws:
             cut(self.is_greedy),
             cut(self.temperatures),
             cut(self.top_k),
+            self.most_top_k,
             cut(self.top_p),
             cut(self.min_p),
             self.wants_entropy,
@@ -161,28 +167,35 @@ def _search(
 
 
 def _least_weight(weights: Float[Tensor, "reads vocab"], draws: Draws) -> Float[Tensor, " reads"] | None:
-    """The weight that a token must have to be drawn: top-k, then top-p of what is left, then min-p."""
+    """The weight that a token must have to be drawn: top-k, then top-p of what is left, then min-p; a
+    position that wants none of these gets 0."""
     least: Tensor | None = None
-    if draws.top_k is not None or draws.top_p is not None:
-        # top-p can reach any number of tokens: everything is sorted.
-        num_sorted = weights.shape[1] if draws.top_p is not None else int(draws.top_k.max())  # type: ignore[union-attr]
-        num_sorted = min(num_sorted, weights.shape[1])
-        falling = weights.topk(num_sorted, dim=-1).values
-        if draws.top_k is not None:
-            last = torch.where(draws.top_k > 0, draws.top_k, num_sorted).clamp(max=num_sorted) - 1
-            least = falling.gather(1, last[:, None])[:, 0]
-        if draws.top_p is not None:
-            if least is not None:
-                falling = torch.where(falling >= least[:, None], falling, 0)
-            cumulative = falling.double().cumsum(-1)
-            enough = draws.top_p[:, None] * cumulative[:, -1:]
-            last = (cumulative[:, :-1] < enough).sum(-1, keepdim=True)
-            by_mass = falling.gather(1, last)[:, 0]
-            by_mass = torch.where(draws.top_p < 1, by_mass, 0)
-            least = by_mass if least is None else torch.maximum(least, by_mass)
+    if draws.top_k is not None:
+        falling = weights.topk(min(draws.most_top_k, weights.shape[1])).values
+        last = draws.top_k.clamp(1, falling.shape[1]) - 1
+        least = torch.where(draws.top_k > 0, falling.gather(1, last[:, None])[:, 0], 0)
+    if draws.top_p is not None:
+        kept = weights if least is None else torch.where(weights >= least[:, None], weights, 0)
+        by_mass = torch.where(draws.top_p < 1, _nucleus(kept, draws.top_p), 0)
+        least = by_mass if least is None else torch.maximum(least, by_mass)
     if draws.min_p is not None:
         by_share = draws.min_p.to(weights.dtype)  # of the likeliest token's weight, which is 1
         least = by_share if least is None else torch.maximum(least, by_share)
+    return least
+
+
+def _nucleus(
+    weights: Float[Tensor, "reads vocab"], top_p: Float64[Tensor, " reads"]
+) -> Float[Tensor, " reads"]:
+    """The least of the largest weights that together have the share top_p of all."""
+    enough = (top_p * weights.sum(-1, dtype=torch.float64))[:, None]
+    for count in (*NUCLEUS_SIZES, weights.shape[1]):
+        falling = weights.topk(min(count, weights.shape[1])).values
+        cumulative = falling.cumsum(-1, dtype=torch.float64)
+        if count >= weights.shape[1] or bool(((cumulative[:, -1:] >= enough)[:, 0] | (top_p >= 1)).all()):
+            break
+    last = (cumulative[:, :-1] < enough).sum(-1, keepdim=True)
+    least: Tensor = falling.gather(1, last)[:, 0]
     return least
 
 
