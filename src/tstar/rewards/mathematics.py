@@ -21,6 +21,7 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its
 
 _IMAGINARY = re.compile(r"(?<=[\d}])i(?![a-zA-Z])")
 _OUTER_SPACE = re.compile(r"^(?:\\[,;:! ]|\s|~)+|(?:\\[,;:! ]|(?<!\\)\\$|\s|~)+$")
+_WHOLE = re.compile(r"(?P<minus>-)?(?P<digits>\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?", re.ASCII)
 _TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _ENDS_IN_MATHS = re.compile(r"(?:\$\$?|\\[(\[])([^$\n]+?)(?:\$\$?|\\[)\]])[\s.*]*$")
@@ -56,11 +57,20 @@ def math(problem: Problem, response: str) -> float:
 @lru_cache(maxsize=65_536)
 def are_equal(gold: str, answer: str) -> bool:
     """Whether an answer (the inside of a box) equals the gold one. Cached: samples often agree."""
-    expected = _parse_gold(gold)
     answer = _tidy(answer)
+    wholes = _WHOLE.fullmatch(_tidy(gold)), _WHOLE.fullmatch(answer)
+    if wholes[0] and wholes[1]:  # most of them, and a hundred times as fast
+        return _as_digits(wholes[0]) == _as_digits(wholes[1])
+    expected = _parse_gold(gold)
     if not answer or _letters(answer) == _letters(_tidy(gold)):
         return bool(answer)
     return bool(verify(expected, _parse(f"\\boxed{{{answer}}}"), timeout_seconds=None))
+
+
+def _as_digits(whole: re.Match[str]) -> tuple[str, bool]:
+    """A whole number without leading zeros, and whether it is negative."""
+    digits = whole["digits"].replace(",", "").lstrip("0")
+    return digits, bool(whole["minus"] and digits)
 
 
 @lru_cache(maxsize=4096)
