@@ -139,8 +139,9 @@ class Engine:
     def step(self, wants_steps: bool = False) -> list[Event]:
         """Admit what fits, run one forward, and tell what came of it: requests that ended, and each
         denoising step if `wants_steps`."""
+        events = self._step(wants_steps)
         undelivered, self._undelivered = self._undelivered, []
-        return undelivered + self._step(wants_steps)
+        return undelivered + events
 
     @torch.inference_mode()
     def _step(self, wants_steps: bool) -> list[Event]:
@@ -330,14 +331,21 @@ class Engine:
         batch, running = self._batch, self._batch.running[slot]
         assert running is not None
         prompt = running.lease.prompt
-        self._pages.release(slot, running.lease)
+        was_reader = prompt is not None and prompt.reader == slot
+        freed = self._pages.release(slot, running.lease)
         batch.remove(slot)
         del self._slot_of[running.request_id]
-        if prompt is not None and not prompt.is_read:
-            if prompt.slots:
-                batch.written[prompt.slots[0]] = prompt.num_read
-            else:
-                self._unread.remove(prompt)
+        if prompt is None or prompt.is_read:
+            return
+        # What nobody has looked at yet may be no numbers, and the next owner's would be spoilt by it.
+        self._awake().clear_pages(freed)
+        if not prompt.slots:
+            self._unread.remove(prompt)
+        elif was_reader:
+            next_reader = batch.running[prompt.slots[0]]
+            assert next_reader is not None
+            batch.written[prompt.slots[0]] = prompt.num_read
+            self._pages.hand_over(prompt, next_reader.lease)
 
     def _fail(self, slot: int) -> Event:
         """End a request whose logits are not numbers; nothing of it may stay in the store."""
@@ -347,8 +355,7 @@ class Engine:
         if lease.prompt is not None:
             self._pages.forget(lease.prompt)
         own = [page for page in lease.pages if self._pages.pool.is_last_reference(page)]
-        assert self._store is not None
-        self._store.clear_pages(own)
+        self._awake().clear_pages(own)
         self._leave(slot)
         step, first = int(self._batch.step[slot]), int(self._batch.block_start[slot])
         return RequestFailed(

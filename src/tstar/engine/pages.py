@@ -114,7 +114,13 @@ class PageTable:
         """Pages for `length` positions, of which the first `prompt_length` are shared under `key`."""
         num_full, num_in_tail = divmod(prompt_length, self.page_size)
         known = self._prompts.get(key)
-        num_own = self.num_pages_for(length) - (num_full if known else 0)
+        num_pages = self.num_pages_for(length)
+        if known is not None and not self._make_room(num_pages - num_full, keep=known):
+            if known.slots:
+                return None
+            self.forget(known)  # nobody else's: its own tail page may be the one that is wanting
+            known = None
+        num_own = num_pages - (num_full if known else 0)
         if not self._make_room(num_own, keep=known):
             return None
         own = self.pool.take(num_own)
@@ -142,6 +148,15 @@ class PageTable:
             if not prompt.slots and not prompt.is_read:
                 freed += self.forget(prompt)
         return freed
+
+    def hand_over(self, prompt: Prompt, lease: Lease) -> None:
+        """Its reader left: the next one's page becomes the one that the prompt's end is copied from."""
+        if prompt.tail_page is None or self._prompts.get(prompt.key) is not prompt:
+            return
+        tail_page = lease.pages[len(prompt.full_pages)]
+        self.pool.share([tail_page])
+        self.pool.release([prompt.tail_page])
+        prompt.tail_page = tail_page
 
     def forget(self, prompt: Prompt) -> list[int]:
         """Nobody else will be given this prompt's pages."""
