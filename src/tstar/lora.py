@@ -28,8 +28,11 @@ class LoraConfig:
     """Adapters B A · alpha / rank beside each target's weight."""
 
     rank: int = 16
+    """Inner size of the adapters."""
     alpha: float = 32.0
+    """They count alpha / rank."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
+    """The linear layers that get one."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:

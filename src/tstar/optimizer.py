@@ -42,8 +42,11 @@ class OptimizerConfig:
     final_lr_ratio: float = 0.0
     """What linear and cosine end at, as a share of learning_rate."""
     beta1: float = 0.9
+    """AdamW's: how long it averages gradients."""
     beta2: float = 0.999
+    """... and their squares."""
     eps: float = 1e-8
+    """AdamW's, beside the root of the average square."""
     weight_decay: float = 0.0
     """Decoupled, on matrices alone: norms and biases have no scale to decay to."""
     max_grad_norm: float | None = 1.0

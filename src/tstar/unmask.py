@@ -37,6 +37,8 @@ class UnmaskPolicy:
     """How one request chooses; without a budget of its own it finalises at least one token a step."""
 
     kind: Kind = "static"
+    """static: a budget, by confidence. dynamic: all above a confidence. sequential: a budget, from the left.
+    random: a budget, at random. entropy: by rising entropy, up to a bound."""
     tokens_per_step: int | None = None
     """k: the budget of every step."""
     steps_per_block: int | None = None

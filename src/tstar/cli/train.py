@@ -12,9 +12,12 @@ import tyro
 from tstar.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from tstar.config import RunConfig
     from tstar.curriculum import Progress
     from tstar.experiment import Watch
+    from tstar.experiment.outlook import Outlook
 
 INTERRUPTED, STOPPED = 75, 3
 """Exit codes: asked to stop, and saved (EX_TEMPFAIL: try again, with --resume); stopped by the guard."""
@@ -24,7 +27,7 @@ INTERRUPTED, STOPPED = 75, 3
 class Train:
     """Train a block-diffusion model by RL: T*, or TraceRL at one block size.
 
-    A recipe is a name that comes with tstar or a .yaml file; settings on the command line go before it:
+    A recipe is a name that comes with tstar or a .yaml file; what the command line says holds instead of it:
 
         tstar train quickstart-tstar --model runs/b4/model --out runs/tstar
 
@@ -32,9 +35,9 @@ class Train:
 
         tstar train --resume runs/tstar
 
-    The first Ctrl-C or SIGTERM lets the update in progress finish and saves it (exit code 75), the second
-    leaves at once. A run that was killed in any other way goes on with --resume from its latest checkpoint, to
-    the same numbers. Exit code 3: the guard has ended the run."""
+    The first Ctrl-C or SIGTERM lets the optimizer step in progress finish and saves it (exit code 75), the
+    second leaves at once. A run that was killed in any other way goes on with --resume from its latest
+    checkpoint, to the same numbers. Exit code 3: the guard has ended the run."""
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE|FILE.yaml")] = ""
     """Where settings come from."""
@@ -73,7 +76,9 @@ class Train:
         if self.resume is None and not self.recipe:
             raise UserError("recipe: none is given; name one, like quickstart-tstar, or a .yaml file")
         if "=" in self.recipe:
-            raise UserError(f"{self.recipe}: no recipe comes before it; write tstar train RECIPE {self.recipe}")
+            raise UserError(
+                f"{self.recipe}: no recipe comes before it; write tstar train RECIPE {self.recipe}"
+            )
 
     def _configure(self) -> RunConfig:
         if self.resume is not None:
@@ -132,13 +137,53 @@ def _train(config: RunConfig | None, directory: Path) -> int:
 
 
 def _describe(config: RunConfig) -> None:
+    """The settings as they would be kept, the stages, and what they take."""
     from rich.console import Console
 
     from tstar.config import to_yaml
-    from tstar.experiment.outlook import outlook
+    from tstar.experiment.outlook import look_ahead
 
-    print(to_yaml(config), end="")
-    Console(highlight=False).print(*outlook(config), sep="\n")
+    print(to_yaml(config))
+    outlook = look_ahead(config)
+    Console(highlight=False).print(_to_table(outlook), outlook.assumptions)
+
+
+def _to_table(outlook: Outlook) -> Table:
+    from rich.table import Table
+
+    from tstar.cli.watch import format_duration
+
+    names = (
+        "B",
+        "updates",
+        "learning rate",
+        "passes",
+        "cold start",
+        "rollouts",
+        "responses",
+        "memory",
+        "time",
+    )
+    table = Table(title="stages")
+    for name in names:
+        table.add_column(name, justify="left" if name == "rollouts" else "right")
+    for each in outlook.stages:
+        stage, memory, timing = each.stage, each.memory, each.timing
+        at_most = "" if stage.plateau is None else "at most "
+        steps = "" if stage.cold_start is None else f"{stage.cold_start.num_steps} steps"
+        too_much = "" if memory is None or memory.fits else f" of {memory.available / 1e9:.1f}!"
+        table.add_row(
+            str(stage.block_size),
+            f"{at_most}{stage.num_updates}",
+            f"{stage.learning_rate:g}",
+            "1" if stage.num_passes == 1 else f"2, shifted: {stage.shifted_rollouts}",
+            steps,
+            each.policies,
+            f"{each.num_responses:,}",
+            "?" if memory is None else f"{memory.peak / 1e9:.1f}{too_much} GB",
+            "?" if timing is None else format_duration(timing.hours * 3600),
+        )
+    return table
 
 
 def _print_help() -> None:

@@ -156,15 +156,16 @@ class View:
     def _line(self) -> str:
         parts = [f"update {self._step}/{self._total}", f"B = {self._train['block_size']}"]
         parts += [f"{heading} {value}" for heading, value in self._metrics().items()]
-        return "  ".join([*parts, f"left {_duration(self._seconds_left)}"])
+        return "  ".join([*parts, f"left {format_duration(self._seconds_left)}"])
 
     def __rich__(self) -> Group:
         block_size = self._stages[min(self._stage, len(self._stages) - 1)].block_size
-        head = Text.assemble(
-            (str(self._directory), "bold"),
-            f"  stage {self._stage + 1}/{len(self._stages)} (B = {block_size})  update {self._step}/{self._total}"
-            f"  elapsed {_duration(time.monotonic() - self._began)}  left {_duration(self._seconds_left)}",
+        place = (
+            f"  stage {self._stage + 1}/{len(self._stages)} (B = {block_size})"
+            f"  update {self._step}/{self._total}  elapsed {format_duration(time.monotonic() - self._began)}"
+            f"  left {format_duration(self._seconds_left)}"
         )
+        head = Text.assemble((str(self._directory), "bold"), place)
         parts: list[Text | Table] = [head]
         metrics = self._metrics()
         if self._validation:
@@ -177,16 +178,15 @@ class View:
         if "total" in self._phase:
             bar = Table.grid(padding=(0, 1))
             done, total = _int(self._phase["done"]), _int(self._phase["total"])
-            bar.add_row(
-                str(self._phase["phase"]), ProgressBar(total, done, width=40), f"{done:,}/{total:,}"
-            )
+            bar.add_row(str(self._phase["phase"]), ProgressBar(total, done, width=40), f"{done:,}/{total:,}")
             parts.append(bar)
         elif self._phase:
             parts.append(Text(str(self._phase["phase"])))
         return Group(*parts)
 
 
-def _duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
+    """2h05m, 3m20s; ? for what is not known."""
     if seconds is None:
         return "?"
     minutes, seconds = divmod(round(seconds), 60)

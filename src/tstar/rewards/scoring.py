@@ -72,6 +72,7 @@ class RewardSpec:
     name: str
     """A name of `NAMED`, or ``module:function`` of a callable ``(problem, response) -> float``."""
     weight: float = 1.0
+    """What it counts in the sum."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Keyword arguments of the callable."""
     only_if_correct: bool | None = None

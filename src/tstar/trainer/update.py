@@ -50,7 +50,16 @@ class ValueConfig:
     clip_eps: float | None = 0.2
     """A value's loss counts as if it had moved at most so far from the one before the update (None: off)."""
     gamma: float = 1.0
+    """γ: what a reward counts one denoising step earlier."""
     lam: float = 1.0
+    """λ of GAE: 1 trusts the rewards alone, 0 the next step's value."""
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name}: {getattr(self, name)} cannot be used; use 0 to 1")
+        if self.clip_eps is not None and not self.clip_eps > 0:
+            raise UserError(f"clip_eps: {self.clip_eps} cannot be used; use a positive number or None")
 
 
 @dataclass(frozen=True)
