@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tstar.data import MATH_PROMPT, RAW_PROMPT, ProblemSet, PromptTemplate, load_problems
+from tstar.data import MATH_PROMPT, RAW_PROMPT, ProblemSet, PromptTemplate, load_problems, prompt_template
 from tstar.data.problems import Problem
 from tstar.data.sources import last_boxed
 from tstar.errors import UserError
@@ -73,6 +73,14 @@ def test_rows_without_an_answer_are_counted(tmp_path: Path) -> None:
     rows = [{"question": "?", "answer": answer} for answer in ("", " ", None, "0", 0)]
     problems = load_problems(str(write_lines(tmp_path / "p.jsonl", *rows)))
     assert ([p.answer for p in problems.problems], problems.num_without_answer) == (["0", "0"], 3)
+
+
+def test_training_keeps_solutions_without_an_answer(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "p.jsonl", {"question": "?", "solution": "QED"}, {**ROW, "answer": ""}, ROW)
+    problems = load_problems(str(path), needs_answer=False)
+    assert [(p.answer, p.solution) for p in problems.problems] == [("", "QED"), ("2", None)]
+    assert problems.num_without_answer == 1
+    assert load_problems(str(path)).num_without_answer == 2
 
 
 def test_a_solution_gives_its_boxed_answer(tmp_path: Path) -> None:
@@ -347,6 +355,14 @@ def test_raw_prompts_pass_no_template() -> None:
     tokenizer = chain_tokenizer()
     assert tokenizer.decode(RAW_PROMPT.render(tokenizer, "1+2=")) == "1+2="
     assert tokenizer.decode(PromptTemplate("#{question}#", is_chat=False).render(tokenizer, "1=")) == "#1=#"
+
+
+def test_templates_by_name_and_by_text() -> None:
+    assert prompt_template("math") is MATH_PROMPT
+    assert prompt_template("raw") is RAW_PROMPT
+    assert prompt_template("Solve {question}!") == PromptTemplate("Solve {question}!")
+    with pytest.raises(UserError, match=r"^prompt: 'maths' is unknown; use math, chat, raw"):
+        prompt_template("maths")
 
 
 def test_templates_without_sense() -> None:

@@ -262,6 +262,7 @@ def test_every_example_comes_once_before_any_comes_again() -> None:
         ("block_size_weights", {"block_size_weights": (0.0,)}),
         ("min_mask_ratio", {"min_mask_ratio": 1.0}),
         ("seed", {"seed": -1}),
+        ("prompt", {"prompt": "maths"}),
     ],
 )
 def test_impossible_options_are_named(field: str, change: dict[str, object]) -> None:

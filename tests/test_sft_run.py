@@ -225,6 +225,24 @@ def test_a_solution_goes_before_the_answer_and_every_response_ends(tmp_path: Pat
     assert len(load_examples(source, tokenizer, limit=1)) == 1
 
 
+def test_sft_learns_solutions_that_nobody_can_check(tmp_path: Path) -> None:
+    rows = [{"question": "1+2=", "solution": "1+2=3;#3"}, {"question": "1+3=", "answer": ""}]
+    (example,) = load_examples(write_lines(tmp_path / "data.jsonl", *rows), chain_tokenizer())
+    assert chain_tokenizer().decode(example.response_ids) == "1+2=3;#3<eos>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [("raw", "1+2="), ("chat", "1+2="), ("={question}#", "=1+2=#"), (None, "1+2=<unk>")],
+)
+def test_the_prompt_is_a_choice(tmp_path: Path, prompt: str | None, text: str) -> None:
+    source = write_lines(tmp_path / "data.jsonl", *[{"question": "1+2=", "answer": "3"}] * 20)
+    options = replace(TINY, data=source, prompt=prompt, num_examples=None)
+    data = load_sft_data(options, chain_tokenizer(), NextToken())
+    for example in (*data.examples, *data.validation):
+        assert chain_tokenizer().decode(example.prompt_ids).startswith(text)
+
+
 def test_a_conversation_teaches_its_last_message(tmp_path: Path) -> None:
     tokenizer = chain_tokenizer()
     turns = [
