@@ -10,12 +10,13 @@ nothing here can tell static from dynamic decoding: compare only what was decode
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -54,29 +55,41 @@ class DecodedResponse:
             raise ValueError(f"problem: {problem!r} is no string")
         if not isinstance(is_correct, bool | None):
             raise ValueError(f"correct: {is_correct!r} is neither true nor false")
-        return cls(Trajectory.from_json(line), problem, is_correct)
+        return cls(Trajectory.from_record(record), problem, is_correct)
 
     @property
     def prompt_key(self) -> str | bytes:
         return self.trajectory.prompt_ids.tobytes() if self.problem is None else self.problem
 
 
+def parse_response(line: bytes, where: str) -> DecodedResponse:
+    """One line of a file; `where` names it in the error."""
+    try:
+        return DecodedResponse.from_json(line.decode())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: is no JSON ({error.msg}); is it cut short?") from None
+    except KeyError as error:
+        raise UserError(f"{where}: {error.args[0]}: missing; is it a trajectory?") from None
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def open_lines(path: Path) -> IO[bytes]:
+    """A file of lines, gzipped or not."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
 def read_responses(path: Path) -> list[DecodedResponse]:
     """The responses of a file of JSON lines, one trajectory each; keys that are not ours are ignored."""
-    responses = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.isspace():
-                continue
-            try:
-                responses.append(DecodedResponse.from_json(line.decode()))
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number}: is no JSON ({error.msg}); is it cut short?") from None
-            except KeyError as error:
-                raise UserError(f"{path}:{number}: {error.args[0]}: missing; is it a trajectory?") from None
-            except (ValueError, TypeError, OverflowError) as error:
-                raise UserError(f"{path}:{number}: {error}") from None
-    return responses
+    try:
+        with open_lines(path) as lines:
+            return [
+                parse_response(line, f"{path}:{number}")
+                for number, line in enumerate(lines, start=1)
+                if not line.isspace()
+            ]
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); is it cut short?") from None
 
 
 # -- LocalStrict -------------------------------------------------------------------------------

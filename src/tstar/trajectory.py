@@ -153,7 +153,11 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, line: str) -> Trajectory:
-        record: Mapping[str, Any] = json.loads(line)
+        return cls.from_record(json.loads(line))
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
+        """What `from_json` does once the line is read; keys that are not ours are ignored."""
         if record.get("version") != FORMAT_VERSION:
             raise ValueError(
                 f"version: {record.get('version')!r} is not this program's {FORMAT_VERSION}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 class Analyze:
     """Show in what order responses were decoded: LocalStrict, tokens per forward, steps per block and more.
 
-    One row for each file and each partition (and temperature) in it. A file does not say which unmask
-    policy decoded it, and the policy decides most of this: compare rows of the same policy only."""
+    One row for each file and each partition (and temperature) in it. The unmask policy decides most of this,
+    and only an evaluation says which it was: compare rows of the same policy only."""
 
-    paths: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN|TRAJECTORIES...")]
-    """Runs, directories of trajectories, or .jsonl files of them."""
+    paths: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PATH...")] = ()
+    """Runs, evaluations, directories with several of them, or .jsonl files of trajectories."""
     format: Literal["table", "csv", "json"] = "table"
     """csv has the table's columns; json adds the histograms."""
     details: bool = False
@@ -70,44 +71,58 @@ class Row:
     """The responses of one file that were decoded under one rule."""
 
     source: Path
+    label: str | None
+    """The method, of an evaluation."""
+    policy: str | None
+    """The unmask policy, of an evaluation."""
     rule: Rule
     analysis: ScheduleAnalysis
 
 
 def _analyze(paths: Sequence[Path]) -> Iterator[Row]:
     from tstar import schedule
+    from tstar.report.lines import read_whole
 
-    for file in _find_files(paths):
+    for file, label, policy in _find_files(paths):
+        responses, is_torn = read_whole(file)
+        if is_torn:
+            print(f"tstar: {file}: ends in half a line, which is left out", file=sys.stderr)
+        if not responses:
+            raise UserError(f"{file}: holds no trajectories; name a file that does")
         by_rule: dict[Rule, list[schedule.DecodedResponse]] = {}
-        for response in schedule.read_responses(file):
+        for response in responses:
             partition = response.trajectory.partition
             rule = Rule(
                 partition.block_size, partition.offset, partition.origin, response.trajectory.temperature
             )
             by_rule.setdefault(rule, []).append(response)
-        if not by_rule:
-            raise UserError(f"{file}: holds no trajectories; name a file that does")
-        for rule, responses in sorted(by_rule.items()):
-            yield Row(file, rule, schedule.analyze(responses))
+        for rule, group in sorted(by_rule.items()):
+            yield Row(file, label, policy, rule, schedule.analyze(group))
 
 
-def _find_files(paths: Sequence[Path]) -> list[Path]:
-    """The files that the arguments mean. A run keeps its trajectories under rollouts/ and eval/."""
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            is_run = (path / "config.yaml").is_file()
-            patterns = ("rollouts/**/*.jsonl", "eval/**/trajectories*.jsonl") if is_run else ("**/*.jsonl",)
-            files = [file for pattern in patterns for file in sorted(path.glob(pattern))]
-            if not files:
-                what = "run without trajectories" if is_run else "directory without .jsonl files"
-                raise UserError(f"{path}: is a {what}; decode some with `tstar generate` or `tstar eval`")
-            found += files
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise UserError(f"{path}: no such file or directory; name a run or a .jsonl file")
-    return found
+def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, str | None, str | None]]:
+    """The files that the arguments mean, with an evaluation's label and unmask policy."""
+    from tstar.report.sources import Notice, find, read_evaluation, rollout_files
+
+    if not paths:
+        raise UserError("paths: none is given; name a run, an evaluation or a .jsonl file of trajectories")
+    found = find(paths)
+    files: list[tuple[Path, str | None, str | None]] = []
+    for run in found.runs:
+        files += [(file, None, None) for file in rollout_files(run)]
+    notices: list[Notice] = []
+    for path in found.evaluations:
+        evaluation = read_evaluation(path, str(path), None, notices)
+        label, policy = (evaluation.label, evaluation.policy) if evaluation else (None, None)
+        files.append((path / "responses.jsonl", label, policy))
+    for notice in notices:
+        print(f"tstar: {notice.source}: {notice.text}", file=sys.stderr)
+    files += [(file, None, None) for file in found.trajectories]
+    if not files:
+        raise UserError(
+            f"{paths[0]}: is a run without trajectories; decode some with `tstar generate` or `tstar eval`"
+        )
+    return iter(files)
 
 
 # -- what is shown -----------------------------------------------------------------------------
@@ -120,6 +135,8 @@ def _cells(row: Row) -> Mapping[str, Cell]:
     analysis = row.analysis
     return {
         "source": str(row.source),
+        "label": row.label,
+        "policy": row.policy,
         **row.rule._asdict(),
         "prompts": analysis.num_prompts,
         "responses": analysis.num_responses,
@@ -165,26 +182,59 @@ def _to_json(rows: Sequence[Row]) -> str:
     )
 
 
-def _to_table(rows: Sequence[Row]) -> Table:
-    from rich.table import Table
+_COLUMNS = {
+    "responses": "responses",
+    "accuracy": "accuracy",
+    "local_strict": "strict",
+    "tokens_per_forward": "TPF",
+    "steps_per_block": "steps",
+    "distinct_schedules": "distinct",
+    "confidence_correct": "conf ✓",
+    "confidence_wrong": "conf ✗",
+}
+"""What fits a terminal; csv and json have all."""
 
-    table = Table(title="Schedules (compare rows of the same unmask policy only)")
+
+def _to_table(rows: Sequence[Row]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title="Schedules (compare rows of the same unmask policy only)",
+        caption="strict: LocalStrict. steps: per block. distinct: schedules per response of a prompt. "
+        "conf: of tokens when unmasked, in correct and wrong responses.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("source", overflow="fold")
-    table.add_column("partition")
-    names = list(_cells(rows[0]))[5:]
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
+    for heading in _COLUMNS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    names = _names(rows)
     for row in rows:
         cells = _cells(row)
-        table.add_row(str(row.source), str(row.rule), *(_format(cells[name]) for name in names))
+        how = " · ".join(part for part in (row.label, row.policy, str(row.rule)) if part)
+        # As text: what stands in a file is no markup.
+        table.add_row(Text(f"{names[row.source]}\n{how}"), *(_format(cells[name]) for name in _COLUMNS))
     return table
 
 
+def _names(rows: Sequence[Row]) -> Mapping[Path, str]:
+    """Each file without what all have in common; an evaluation by its directory."""
+    from tstar.report.sources import name_paths
+
+    is_evaluation = {row.source: row.policy is not None for row in rows}
+    shown = {path: path.parent if is_evaluation[path] else path for path in is_evaluation}
+    names = name_paths(list(shown.values()))
+    return {path: names[shown[path]] for path in shown}
+
+
 def _detail_tables(row: Row) -> Iterator[Table]:
+    from rich.markup import escape
     from rich.table import Table
 
     analysis = row.analysis
-    title = f"{row.source}, {row.rule}"
+    title = escape(f"{row.source}, {row.rule}")
     steps = Table("steps", "blocks", title=f"{title}: steps that a block took")
     for number, count in enumerate(analysis.steps_per_block.tolist()):
         if count:

@@ -1,0 +1,53 @@
+"""The methods of a report: their order, and the accent that each keeps in every figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SLOTS = ("ar", "base", "tracerl", "tstar")
+"""Accents that go by meaning, in the order of the paper's tables; the rest is first come, first served."""
+NUM_OTHERS = 6
+
+
+@dataclass(frozen=True)
+class Method:
+    """One label, everywhere in the same colour."""
+
+    name: str
+    slot: str
+    """Name of its accent: one of SLOTS, or other1, other2, ..."""
+
+
+@dataclass(frozen=True)
+class Methods:
+    """All of a report, in the order of its tables."""
+
+    all: tuple[Method, ...]
+
+    def index(self, label: str) -> int:
+        return next(i for i, method in enumerate(self.all) if method.name == label)
+
+
+def number_methods(*labels: Sequence[str]) -> Methods:
+    """AR models first, then bases, direct TraceRL, T*, and whatever else there is."""
+    names = dict.fromkeys(name for group in labels for name in group)
+    slots = {name: guess_slot(name) for name in names}
+    others = [name for name, slot in slots.items() if slot is None]
+    slots |= {name: f"other{i % NUM_OTHERS + 1}" for i, name in enumerate(others)}
+    ranked = sorted(names, key=lambda n: SLOTS.index(s) if (s := slots[n]) in SLOTS else len(SLOTS))
+    return Methods(tuple(Method(name, slots[name] or "") for name in ranked))
+
+
+def guess_slot(label: str) -> str | None:
+    """The paper's names, as people write them."""
+    plain = label.lower().replace(" ", "").replace("_", "-").rsplit("/", 1)[-1]
+    if plain.startswith(("t*", "tstar", "t-star", "t⋆", "t★")):
+        return "tstar"
+    if plain.startswith(("tracerl", "direct")):
+        return "tracerl"
+    if plain.startswith(("base", "sft", "--", "sdar")) or plain in ("b4", "b8", "b16", "b32", "b64"):
+        return "base"
+    if plain == "ar" or plain.startswith(("ar-", "qwen", "llama")):
+        return "ar"
+    return None
