@@ -10,7 +10,6 @@ import numpy as np
 
 from tstar.engine import Engine, EngineConfig, Request, SamplingParams
 from tstar.engine.memory import MemoryPlan
-from tstar.model.attention.store import KVStore
 from tstar.model.transformer import LanguageModel
 from tstar.partition import PartitionRule
 from tstar.trajectory import Trajectory
@@ -60,16 +59,21 @@ def make_request(
     return Request(rng.integers(0, MASK, size=prompt_length), rule, SamplingParams(**settings), seed=number)
 
 
+class _SmallEngine(Engine):
+    """One whose budget gives a number of pages and everything else in plenty."""
+
+    num_pages: int
+
+    def _plan_memory(self) -> MemoryPlan:
+        return replace(super()._plan_memory(), num_pages=self.num_pages)
+
+
 def make_engine(model: LanguageModel, num_pages: int | None = None, **settings: Any) -> Engine:
     """An engine with this many pages, or with as many as it can use."""
-    settings = {"memory": 1 << 28, "page_size": 4, **settings}
-    if num_pages is not None:
-        # Bytes for that many pages beside what the plan sets apart.
-        page = settings["page_size"] * KVStore.num_bytes_per_token(model.config, model.dtype)
-        config = EngineConfig(**settings)
-        rest = MemoryPlan.of(config, model.config, model.dtype, model.device)
-        settings["memory"] = rest.set_apart + num_pages * page
-    return Engine(model, EngineConfig(**settings))
+    config = EngineConfig(**{"memory": 1 << 28, "page_size": 4, **settings})
+    if num_pages is None:
+        return Engine(model, config)
+    return type("SmallEngine", (_SmallEngine,), {"num_pages": num_pages})(model, config)
 
 
 def assert_same(got: Trajectory, expected: Trajectory, atol: float = 1e-4) -> None:

@@ -94,7 +94,10 @@ def test_rows_against_the_store_equal_the_packed_forward(dtype: torch.dtype) -> 
     with torch.no_grad():
         expected = model(token_ids, prepare(layout, "cuda"))
         blocks = [partition.block(i) for i in range(partition.num_blocks)]
-        got = [model(token_ids[b.slice], store.prepare(StoreRows.blocks([b.start], [b.stop], [pages]))) for b in blocks]
+        got = [
+            model(token_ids[b.slice], store.prepare(StoreRows.blocks([b.start], [b.stop], [pages])))
+            for b in blocks
+        ]
     error = (torch.cat(got) - expected).float().abs()
     assert error.mean() < (1e-3 if dtype == torch.float32 else 0.05)
     assert error.max() < (2e-2 if dtype == torch.float32 else 0.5)

@@ -66,7 +66,7 @@ class Engine:
         self._slot_of: dict[int, int] = {}
         self._unread: list[Prompt] = []
         self._undelivered: list[Event] = []
-        """What happened to other requests while a `generate` or `stream` was served."""
+        """How other requests ended while a `generate` or `stream` was served."""
         self._store: KVStore | None = None
         self.wake()
 
@@ -125,7 +125,8 @@ class Engine:
             while unfinished:
                 for event in self._step(wants_steps):
                     if event.request_id not in index_of:
-                        self._undelivered.append(event)
+                        if not isinstance(event, TokensUnmasked):
+                            self._undelivered.append(event)
                         continue
                     if not isinstance(event, TokensUnmasked):
                         unfinished.discard(event.request_id)
@@ -407,11 +408,14 @@ class Engine:
         if self._store is not None:
             return
         model = self.model
-        self._memory = MemoryPlan.of(self.config, model.config, model.dtype, model.device)
+        self._memory = self._plan_memory()
         self._store = KVStore(
             model.config, self._memory.num_pages, self.config.page_size, model.dtype, model.device
         )
         self._pages = PageTable(self._memory.num_pages, self.config.page_size)
+
+    def _plan_memory(self) -> MemoryPlan:
+        return MemoryPlan.of(self.config, self.model.config, self.model.dtype, self.model.device)
 
     def _awake(self) -> KVStore:
         if self._store is None:

@@ -28,8 +28,6 @@ class MemoryPlan:
     max_logits: int
     """Logits of one portion."""
     max_forward_tokens: int
-    set_apart: int
-    """Bytes for logits, attention and the activations of a forward."""
     num_pages: int
 
     @classmethod
@@ -46,15 +44,14 @@ class MemoryPlan:
         fixed = max_logits * BYTES_PER_LOGIT + 4 * MAX_GATHERED * max(dtype.itemsize, 4)
         num_tokens = min(settings.max_forward_tokens, max(0, budget - fixed) // 4 // per_token)
         page_bytes = settings.page_size * KVStore.num_bytes_per_token(model, dtype)
-        set_apart = fixed + num_tokens * per_token
-        num_pages = (budget - set_apart) // page_bytes
+        num_pages = (budget - fixed - num_tokens * per_token) // page_bytes
         if num_pages < 1 or num_tokens < 1:
             raise UserError(
                 f"memory: {budget:,} bytes hold no keys and values beside {fixed:,} for logits and attention "
                 f"and {per_token:,} for each token of a forward; give more"
             )
         most_useful = settings.max_requests * -(-model.max_position_embeddings // settings.page_size)
-        return cls(budget, max_logits, num_tokens, set_apart, min(num_pages, most_useful))
+        return cls(budget, max_logits, num_tokens, min(num_pages, most_useful))
 
 
 def activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:

@@ -37,8 +37,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require(_is_whole(self.max_tokens, 1), "max_tokens", self.max_tokens, "use 1 or more tokens")
-        is_number = np.isfinite(self.temperature) and self.temperature >= 0
-        _require(is_number, "temperature", self.temperature, "use a number of 0 or more")
+        is_usable = np.isfinite(self.temperature) and (self.temperature == 0 or self.temperature >= 1e-4)
+        _require(is_usable, "temperature", self.temperature, "use 0, or a number of 1e-4 or more")
         _require(
             self.top_k is None or _is_whole(self.top_k, 1),
             "top_k",
@@ -76,7 +76,9 @@ class Request:
 
     def __post_init__(self) -> None:
         ids = np.array(self.prompt_ids, copy=True)
-        if ids.ndim != 1 or len(ids) == 0:
+        if ids.ndim != 1:
+            raise ValueError(f"prompt_ids: {ids.ndim} dimensions; one request has one row of ids")
+        if len(ids) == 0:
             raise ValueError("prompt_ids: empty; a request needs at least one prompt token")
         if not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"prompt_ids: {ids.dtype} numbers are no token ids; use whole numbers")
@@ -165,7 +167,7 @@ class GenerationError(RuntimeError):
 
     def __init__(self, failed: Mapping[int, str], finished: Mapping[int, Trajectory]) -> None:
         self.failed, self.finished = failed, finished
-        index, reason = next(iter(failed.items()))
+        index, reason = min(failed.items())
         others = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
         super().__init__(f"requests[{index}]: {reason}{others}; the other {len(finished)} finished")
 
