@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tstar.optimizer import NonFiniteGradientError, OptimizerConfig
 from tstar.partition import Partition, PartitionRule
 from tstar.replay import replay, score
 from tstar.trainer import NonFiniteLossError, Rollout, Trainer, TrainerConfig, ValueConfig
+from tstar.value import ValueModel, predict_values
 
 RULE = PartitionRule(4)
 LR = OptimizerConfig(learning_rate=1e-3, max_grad_norm=None)
@@ -157,6 +159,105 @@ def test_merged_steps_need_fewer_tokens() -> None:
         sizes.append(metrics.num_tokens)
         assert metrics.summary()["num_actions"] == sum(r.trajectory.stop_length for r in rollouts)
     assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_the_importance_weight_is_that_of_the_engines_own_log_probs() -> None:
+    """An action that the engine drew with half the trainer's probability counts twice, as far as the cap."""
+    model = make_model("sdar", torch.float64, num_hidden_layers=2)
+    rollouts = []
+    for rollout, factor in zip(make_rollouts(1, 2), (0.5, 1 / 3), strict=True):
+        (pack,) = replay([rollout.trajectory], RULE, MASK, 10**6)
+        with torch.no_grad():
+            own = score(model, pack).log_probs.numpy()
+        recorded = np.full(len(rollout.trajectory.response_ids), -1.0, dtype=np.float32)
+        recorded[pack.actions.index] = own + np.log(factor)
+        rollouts.append(replace(rollout, trajectory=replace(rollout.trajectory, log_probs=recorded)))
+    plain, capped = (
+        Trainer(
+            make_model("sdar", torch.float64, num_hidden_layers=2),
+            TrainerConfig(LR, TraceLossConfig(kl_beta=0.0, importance_cap=cap)),
+        ).update(rollouts, RULE)
+        for cap in (None, 2.5)
+    )
+    assert capped.summary()["importance_truncated"] == pytest.approx(
+        rollouts[1].trajectory.stop_length / sum(r.trajectory.stop_length for r in rollouts)
+    )
+    # Advantages are -1 and 1, the ratio is 1: a trajectory's loss is its number of steps times its weight.
+    num_steps = [
+        float(len(np.unique(r.trajectory.unmask_step[: r.trajectory.stop_length]))) for r in rollouts
+    ]
+    assert plain.summary()["loss"] == pytest.approx((num_steps[0] - num_steps[1]) / 2)
+    assert capped.summary()["loss"] == pytest.approx((2 * num_steps[0] - 2.5 * num_steps[1]) / 2, rel=1e-5)
+
+
+# -- the value model ----------------------------------------------------------------------------
+
+
+def test_advantages_by_a_value_model_are_gae_written_out() -> None:
+    """A value model that is not zero; process rewards besides the outcome; both models' steps, literally."""
+    gamma, lam, clip = 0.9, 0.7, 0.2
+    rollouts = [
+        replace(r, token_rewards=np.cos(np.arange(len(r.trajectory.response_ids))))
+        for r in make_rollouts(2, 2)
+    ]
+    model = make_model("sdar", torch.float64, num_hidden_layers=2)
+    value_model = ValueModel.from_policy(make_model("sdar", torch.float64, num_hidden_layers=2))
+    with torch.no_grad():
+        value_model.value_head.weight.normal_(0, 0.3)
+        value_model.value_head.bias.fill_(0.4)
+    policy_twin, value_twin = copy.deepcopy(model), copy.deepcopy(value_model)
+
+    policy_loss, value_loss = torch.zeros(()), torch.zeros(())
+    for rollout in rollouts:
+        (pack,) = replay([rollout.trajectory], RULE, MASK, 10**6)
+        log_probs, values = score(policy_twin, pack).log_probs, predict_values(value_twin, pack)
+        actions = pack.actions
+        assert rollout.token_rewards is not None
+        taus = [np.flatnonzero(actions.steps == t) for t in range(actions.steps.max() + 1)]
+        rewards = {j: rollout.token_rewards[actions.index[j]] for tau in taus for j in tau}
+        for j in taus[-1]:
+            rewards[j] += rollout.reward
+        next_value = next_return = next_advantage = 0.0
+        for tau in reversed(taus):
+            step_reward = float(np.mean([rewards[j] for j in tau]))
+            step_value = values[tau].mean().item()
+            for j in tau:
+                value = values[j].item()
+                advantage = rewards[j] - value + gamma * next_value + gamma * lam * next_advantage
+                ratio = (log_probs[j] - log_probs[j].detach()).exp()
+                policy_loss = policy_loss - ratio * advantage / len(tau) / len(rollouts)
+                wanted = rewards[j] + gamma * next_return
+                value_loss = value_loss + 0.5 * (values[j] - wanted) ** 2 / len(actions) / len(rollouts)
+            delta = step_reward + gamma * next_value - step_value
+            next_advantage = delta + gamma * lam * next_advantage
+            next_return = step_reward + gamma * next_return
+            next_value = step_value
+    for loss, twin in ((policy_loss, policy_twin), (value_loss, value_twin)):
+        adamw = torch.optim.AdamW(twin.parameters(), lr=1e-3, weight_decay=0.0)
+        loss.backward()
+        adamw.step()
+
+    value_config = ValueConfig(LR, clip, gamma, lam)
+    Trainer(model, TrainerConfig(LR, NO_KL, value_config), value_model=value_model).update(rollouts, RULE)
+    for actual, wanted in ((model, policy_twin), (value_model, value_twin)):
+        for (name, a), w in zip(actual.named_parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(a, w, rtol=0, atol=1e-8, msg=name)
+
+
+def test_a_value_model_learns_what_responses_earn() -> None:
+    rollouts = make_rollouts(2, 4)
+    trainer = Trainer(
+        make_model("sdar", num_hidden_layers=2),
+        TrainerConfig(OptimizerConfig(1e-6), value=ValueConfig(OptimizerConfig(3e-3), clip_eps=None)),
+    )
+    first, *_, last = [trainer.update(rollouts, RULE).summary() for _ in range(12)]
+    assert first["value_mean"] == 0.0, "it starts from a head of zeros"
+    assert first["advantage_mean"] == pytest.approx(first["return_mean"]), (
+        "so the first advantages are returns"
+    )
+    assert last["value_loss"] < 0.3 * first["value_loss"]
+    assert last["explained_variance"] > 0.7
+    assert last["value_learning_rate"] == 3e-3
 
 
 # -- metrics ------------------------------------------------------------------------------------
