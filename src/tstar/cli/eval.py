@@ -115,7 +115,7 @@ class Eval:
         if self.json:
             print(results)
         else:
-            _print_tables(console, summaries)
+            print_tables(console, summaries)
             console.print(f"{self.out / RESULTS_FILE}: written, with {len(cells)} evaluations beside it")
 
 
@@ -183,10 +183,11 @@ def _evaluate(options: Eval, cells: Sequence[Cell], console: Console) -> list[Su
     if num_done:
         console.print(f"{num_done} of {len(cells)} evaluations are done already")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bars = ProgressBars(
+        *columns, TextColumn("{task.fields[speed]}"), console=console, disable=not console.is_terminal
+    )
     with ExitStack() as stack:
-        bars = stack.enter_context(
-            ProgressBars(*columns, TextColumn("{task.fields[speed]}"), console=console)
-        )
+        stack.enter_context(bars)
         rewards = _start_rewards([cell for cell in cells if found[id(cell)] is None], stack)
         for model, group in groupby(cells, key=lambda cell: cell.model):
             missing = [cell for cell in group if found[id(cell)] is None]
@@ -268,7 +269,8 @@ def _describe(summary: Summary) -> str:
     return f"{c.data} · {c.label} · B={c.block_size} · {c.policy}: {figures} (LocalStrict / accuracy / TPF)"
 
 
-def _print_tables(console: Console, summaries: Sequence[Summary]) -> None:
+def print_tables(console: Console, summaries: Sequence[Summary]) -> None:
+    """One for each data set, then the curves over thresholds."""
     from tstar.evaluate.sweep import find_curves
 
     by_data = {summary.conditions.data: summary for summary in summaries}
@@ -307,16 +309,16 @@ def _cells(summary: Summary) -> Iterator[str]:
     c = summary.conditions
     yield from (c.label, str(c.block_size), c.policy)
     yield _interval(summary.local_strict, 3)
-    yield _interval(summary.accuracy, 2, 100)
+    yield _interval(summary.accuracy, 2, 100.0)
     if c.num_samples > 1:
-        yield _interval(summary.pass_at[c.num_samples], 2, 100)
+        yield _interval(summary.pass_at[c.num_samples], 2, 100.0)
     yield _interval(summary.tokens_per_forward, 2)
     yield f"{summary.response_length.mean:,.1f}"
     yield f"{100 * summary.truncated:.1f}"
     yield f"{summary.time.tokens_per_second:,.0f}"
 
 
-def _interval(estimate: Estimate, digits: int, scale: float = 1) -> str:
+def _interval(estimate: Estimate, digits: int, scale: float = 1.0) -> str:
     value, low, high = (
         f"{scale * number:.{digits}f}" for number in (estimate.value, estimate.low, estimate.high)
     )
@@ -331,7 +333,7 @@ def _curve_table(curve: Curve) -> Table:
         table.add_column(name, justify="right")
     for summary in curve.points:
         threshold = summary.conditions.unmask["confidence_threshold"]
-        accuracy, tpf = _interval(summary.accuracy, 2, 100), _interval(summary.tokens_per_forward, 2)
+        accuracy, tpf = _interval(summary.accuracy, 2, 100.0), _interval(summary.tokens_per_forward, 2)
         table.add_row(f"{threshold:g}", tpf, accuracy)
     return table
 

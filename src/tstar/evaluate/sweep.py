@@ -49,15 +49,16 @@ class EvalModel:
     def open(cls, argument: str) -> EvalModel:
         """``MODEL`` or ``LABEL=MODEL``; a run of `tstar sft` stands for the model in it."""
         label, separator, location = argument.partition("=")
-        if not separator or "/" in label:
+        if "/" in label or not separator:  # a path, perhaps with a sign in it
             label, location = "", argument
-        path = Path(location)
-        if not location or (separator and not label and not path.exists()):
+        elif not label or not location:
             raise UserError(f"models: {argument!r} has an empty half; write MODEL or LABEL=MODEL")
+        path = Path(location)
+        is_named = bool(label)
         label = label or path.resolve().name
         if not (path / "config.json").is_file() and (path / "model" / "config.json").is_file():
             path = path / "model"
-        elif not separator and path.name == "model":
+        elif not is_named and path.name == "model":
             label = path.resolve().parent.name
         config = load_config(path)
         tokenizer = load_tokenizer(path)
@@ -99,8 +100,11 @@ def fingerprint(directory: Path) -> str:
 
 # -- policies ----------------------------------------------------------------------------------
 
-_POLICY = re.compile(r"(?P<kind>[a-z]+)(?::(?P<number>[0-9.]+))?(?P<rest>(?:[:,](?:[kS]=[0-9]+|sampled))*)")
-_POLICY_FORMS = "static:4, static:S=2, dynamic:0.9, dynamic:0.9,k=2, sequential:2, random:2, entropy:0.5"
+_POLICY = re.compile(
+    r"(?P<kind>[a-z]+)(?::(?P<number>[0-9]+|[0-9]*\.[0-9]+))?(?P<rest>(?:[:,](?:[kS]=[0-9]+|sampled))*)"
+)
+_THRESHOLDS = {"dynamic": "confidence_threshold", "entropy": "entropy_bound"}
+_FORMS = "static:4, static:S=2, dynamic:0.9, dynamic:0.9,k=2, sequential:2, random:2, entropy:0.5"
 
 
 def parse_policy(text: str) -> UnmaskPolicy:
@@ -109,23 +113,23 @@ def parse_policy(text: str) -> UnmaskPolicy:
     ``KIND[:NUMBER][,k=K][,S=S][,sampled]``; the number is k, η of ``dynamic`` or the bound of ``entropy``.
     """
     matched = _POLICY.fullmatch(text)
-    if matched is None:
-        raise UserError(f"policy: {text!r} is not understood; write one like {_POLICY_FORMS}")
-    kind, number = matched["kind"], matched["number"]
-    options = dict(each.partition("=")[::2] for each in re.split("[:,]", matched["rest"])[1:])
-    own = {"dynamic": "confidence_threshold", "entropy": "entropy_bound"}.get(kind)
-    if own is None and number is not None:
-        options, number = {**options, "k": options.get("k", number)}, None
+    kind, number, rest = matched.groups() if matched else ("", None, "")
+    options = dict(each.partition("=")[::2] for each in re.split("[:,]", rest)[1:])
+    budgets = [options["k"]] if "k" in options else []
+    budgets += [number] if number is not None and kind not in _THRESHOLDS else []
+    if matched is None or len(budgets) > 1 or "." in "".join(budgets):
+        raise UserError(f"policy: {text!r} is not understood; write one like {_FORMS}")
+    threshold = {_THRESHOLDS[kind]: float(number)} if kind in _THRESHOLDS and number is not None else {}
     try:
         return UnmaskPolicy(
             kind=kind,  # type: ignore[arg-type]  # the policy names what is unknown
-            tokens_per_step=int(options["k"]) if "k" in options else None,
+            tokens_per_step=int(budgets[0]) if budgets else None,
             steps_per_block=int(options["S"]) if "S" in options else None,
             confidence="sampled" if "sampled" in options else "max",
-            **({own: float(number)} if own is not None and number is not None else {}),
+            **threshold,
         )
     except ValueError as error:
-        raise UserError(f"policy: {text!r}: {error}; write one like {_POLICY_FORMS}") from error
+        raise UserError(f"policy: {text!r}: {str(error).removeprefix('unmask.')}") from error
 
 
 # -- cells -------------------------------------------------------------------------------------
