@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float64, Int64
@@ -65,6 +65,10 @@ class TraceLossMetrics:
             self.extremes,
             torch.maximum(self.largest, other.largest),
         )
+
+    def on_host(self) -> TraceLossMetrics:
+        """The same in the host's memory, to be sent to another process."""
+        return replace(self, steps=self.steps.cpu(), blocks=self.blocks.cpu(), largest=self.largest.cpu())
 
     def summary(self) -> dict[str, float]:
         """By name: losses as they add up to the minibatch's, the rest as means over actions and extremes."""
@@ -130,6 +134,10 @@ class ValueLossMetrics:
 
     def __add__(self, other: ValueLossMetrics) -> ValueLossMetrics:
         return ValueLossMetrics(self.sums + other.sums)
+
+    def on_host(self) -> ValueLossMetrics:
+        """The same in the host's memory, to be sent to another process."""
+        return ValueLossMetrics(self.sums.cpu())
 
     def summary(self) -> dict[str, float]:
         """``explained_variance`` is 1 - Var(R - V) / Var(R): 1 is perfect, 0 as good as a constant; absent

@@ -123,6 +123,11 @@ class Optimizer:
         )
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """What is stepped and collects gradients: the parameters, or below fp32 their masters."""
+        return list(self._trained.values())
+
+    @property
     def learning_rate(self) -> float:
         """What the next step will use."""
         return learning_rate_at(self.config, self.num_steps_done)

@@ -18,9 +18,17 @@ from typing import Protocol, runtime_checkable
 import tyro
 
 from tstar import __version__
+from tstar.cli.analyze import Analyze
+from tstar.cli.chat import Chat
 from tstar.cli.doctor import Doctor
+from tstar.cli.eval import Eval
 from tstar.cli.export import Export
+from tstar.cli.generate import Generate
+from tstar.cli.plan import Plan
+from tstar.cli.report import Report
+from tstar.cli.quickstart import Quickstart
 from tstar.cli.sft import Sft
+from tstar.cli.train import Train
 from tstar.errors import UserError
 
 DESCRIPTION = """Train block-diffusion language models to decode in larger blocks.
@@ -32,14 +40,22 @@ DESCRIPTION = """Train block-diffusion language models to decode in larger block
 class Command(Protocol):
     """Options, and what to do with them."""
 
-    def run(self) -> None:
-        """Do it. A mistake of the user raises UserError."""
+    def run(self) -> int | None:
+        """Do it; an exit code other than 0 says how it went. A mistake of the user raises UserError."""
 
 
 COMMANDS: Mapping[str, type[Command]] = {
+    "analyze": Analyze,
+    "chat": Chat,
     "doctor": Doctor,
+    "eval": Eval,
     "export": Export,
+    "generate": Generate,
+    "plan": Plan,
+    "report": Report,
+    "quickstart": Quickstart,
     "sft": Sft,
+    "train": Train,
 }
 
 
@@ -67,18 +83,19 @@ def execute(argv: Sequence[str]) -> int:
             command = parse(argv)
         except SystemExit as leaving:  # tyro has printed its help (0) or a usage error (2)
             return int(leaving.code or 0)
-        command.run()
+        return command.run() or 0
     except UserError as error:
         print(f"tstar: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(": ".join(["tstar: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return 128 + signal.SIGINT
-    return 0
 
 
 def parse(argv: Sequence[str]) -> Command:
     """The command that the arguments name, with its options."""
+    if list(argv[:1]) == ["train"]:
+        argv = ["train", *Train.prepare(argv[1:])]
     command: Command = tyro.extras.subcommand_cli_from_dict(
         dict(COMMANDS),
         prog="tstar",

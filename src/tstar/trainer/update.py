@@ -33,8 +33,10 @@ from tstar.loss import (
     trace_loss,
     value_loss,
 )
+from tstar.loss_metrics import TraceLossMetrics, ValueLossMetrics
 from tstar.model.transformer import LanguageModel
 from tstar.optimizer import NonFiniteGradientError, Optimizer, OptimizerConfig
+from tstar.parallel import ALONE, GradientSum, Parallel, owners_of
 from tstar.partition import PartitionRule
 from tstar.replay import ReplayPack, replay, score
 from tstar.trainer.batch import Batch, FixedPack, Minibatch, Rollout, loss_actions, select, step_table
@@ -104,9 +106,11 @@ class Trainer:
         config: TrainerConfig,
         base: LanguageModel | None = None,
         value_model: ValueModel | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
         """base: the frozen model that the KL is taken to, or only measured; one with LoRA has it inside.
-        value_model: the one to go on with; by default a new one starts from the policy's weights."""
+        value_model: the one to go on with; by default a new one starts from the policy's weights.
+        parallel: the processes that share the packs of an update; each has all weights and all rollouts."""
         if model.config.mask_token_id is None:
             raise UserError("model: its config.json has no mask_token_id; TraceRL needs a diffusion model")
         if config.objective.kl_reference == "base" and base is None and not has_lora(model):
@@ -121,6 +125,7 @@ class Trainer:
             self.value_model = value_model or ValueModel.from_policy(policy)
             self.value_optimizer = Optimizer(self.value_model.named_parameters(), config.value.optimizer)
         self._base = base
+        self._parallel = parallel
         self._mask_token_id = model.config.mask_token_id
 
     def update(self, rollouts: Sequence[Rollout], rule: PartitionRule) -> UpdateMetrics:
@@ -199,8 +204,10 @@ class Trainer:
     # -- before the first optimizer step -------------------------------------------------------
 
     @torch.no_grad()
-    def _prepare(self, batch: Batch, rule: PartitionRule, wants_old: bool) -> Minibatch:
-        """Replay, and everything that the optimizer steps hold fixed."""
+    def _prepare(
+        self, batch: Batch, rule: PartitionRule, wants_old: bool, parallel: Parallel | None = None
+    ) -> Minibatch:
+        """Replay, and everything that the optimizer steps hold fixed; log-probs of this process's packs."""
         config = self.config
         trajectories = [r.trajectory for r in batch.rollouts]
         packs = replay(trajectories, rule, self._mask_token_id, config.token_budget, config.merge_steps)
@@ -212,14 +219,21 @@ class Trainer:
                 f"importance_cap: {config.objective.importance_cap} weighs by the engine's log-probs, but "
                 "these rollouts are replayed under other blocks or merged steps; leave it out"
             )
-        fixed = [self._fix(batch, pack, is_as_decoded, wants_old) for pack in packs]
+        parallel = self._parallel if parallel is None else parallel
+        owners = owners_of([_cost(p) for p in packs], parallel.world_size, parallel.reduction)
+        fixed = [
+            self._fix(batch, pack, is_as_decoded, wants_old, owner == parallel.rank)
+            for pack, owner in zip(packs, owners, strict=True)
+        ]
         if config.value is not None:
-            fixed = self._with_values(batch, fixed, config.value)
+            fixed = self._with_values(batch, fixed, config.value, parallel)
         totals = BatchTotals.of([p.actions for p in fixed], [len(t.response_ids) for t in trajectories])
         return Minibatch(batch, rule, totals, tuple(fixed))
 
-    def _fix(self, batch: Batch, pack: ReplayPack, is_as_decoded: bool, wants_old: bool) -> FixedPack:
-        """A pack with its log-probs, and its advantages over groups."""
+    def _fix(
+        self, batch: Batch, pack: ReplayPack, is_as_decoded: bool, wants_old: bool, is_own: bool
+    ) -> FixedPack:
+        """A pack with its advantages over groups; with its log-probs, if this process computes it."""
         device, actions = self.model.device, pack.actions
         by_group = batch.advantages[pack.trajectories][actions.members]
         return FixedPack(
@@ -227,15 +241,18 @@ class Trainer:
             loss_actions(pack, device),
             advantages=torch.from_numpy(by_group).to(device),
             engine_log_probs=torch.from_numpy(actions.engine_log_probs).to(device) if is_as_decoded else None,
-            old_log_probs=score(self.model, pack).log_probs if wants_old else None,
-            base_log_probs=self._base_log_probs(pack),
+            old_log_probs=score(self.model, pack).log_probs if wants_old and is_own else None,
+            base_log_probs=self._base_log_probs(pack) if is_own else None,
         )
 
-    def _with_values(self, batch: Batch, fixed: Sequence[FixedPack], config: ValueConfig) -> list[FixedPack]:
+    def _with_values(
+        self, batch: Batch, fixed: Sequence[FixedPack], config: ValueConfig, parallel: Parallel
+    ) -> list[FixedPack]:
         """The packs with values, and advantages by GAE over the steps of their trajectories."""
         assert self.value_model is not None
-        packs, device = [f.pack for f in fixed], self.model.device
-        values = [predict_values(self.value_model, pack) for pack in packs]
+        packs, device, model = [f.pack for f in fixed], self.model.device, self.value_model
+        found = parallel.map([_cost(p) for p in packs], lambda n: predict_values(model, packs[n]).cpu())
+        values = [v.to(device) for v in found]
         table = step_table(packs)
         rewards = place_rewards(table, batch.rewards, per_token=batch.token_rewards(packs))
         gae = step_gae(table, rewards, torch.cat(values).double().cpu().numpy(), config.gamma, config.lam)
@@ -258,20 +275,33 @@ class Trainer:
     # -- one optimizer step --------------------------------------------------------------------
 
     def _optimizer_step(self, minibatch: Minibatch) -> StepMetrics:
+        packs = minibatch.packs
+        optimizers = [o for o in (self.optimizer, self.value_optimizer) if o is not None]
         with self._naming_the_culprit(minibatch):
-            policy, values = [], []
-            for fixed in minibatch.packs:
-                outputs = self._policy_loss(fixed, minibatch)
-                outputs.loss.backward()  # type: ignore[no-untyped-call]
-                policy.append(outputs.metrics)
-                if self.value_model is not None:
-                    value_outputs = self._value_loss(fixed, minibatch)
-                    value_outputs.loss.backward()  # type: ignore[no-untyped-call]
-                    values.append(value_outputs.metrics)
+            trained = [p for o in optimizers for p in o.trained]
+            gradients = GradientSum(self._parallel, trained, len(packs))
+            costs = [_cost(f.pack) for f in packs]
+            found = self._parallel.map(costs, lambda n: self._backward(packs[n], minibatch), gradients.passed)
+            gradients.finish()
             value_step = None if self.value_optimizer is None else self.value_optimizer.step()
             policy_step = self.optimizer.step()
-        value = None if value_step is None else (reduce(add, values), value_step)
-        return StepMetrics(reduce(add, policy), policy_step, value)
+        policy = reduce(add, (metrics for metrics, _ in found))
+        values = [metrics for _, metrics in found if metrics is not None]
+        return StepMetrics(
+            policy, policy_step, None if value_step is None else (reduce(add, values), value_step)
+        )
+
+    def _backward(
+        self, fixed: FixedPack, minibatch: Minibatch
+    ) -> tuple[TraceLossMetrics, ValueLossMetrics | None]:
+        """Add a pack's share to the gradients."""
+        outputs = self._policy_loss(fixed, minibatch)
+        outputs.loss.backward()  # type: ignore[no-untyped-call]
+        if self.value_model is None:
+            return outputs.metrics.on_host(), None
+        value_outputs = self._value_loss(fixed, minibatch)
+        value_outputs.loss.backward()  # type: ignore[no-untyped-call]
+        return outputs.metrics.on_host(), value_outputs.metrics.on_host()
 
     def _policy_loss(self, fixed: FixedPack, minibatch: Minibatch) -> TraceLossOutputs:
         """A pack's share of -J (Eq. 3)."""
@@ -321,7 +351,8 @@ class Trainer:
     def _find_culprit(self, minibatch: Minibatch) -> str:
         """The first rollout whose gradient alone is not finite."""
         for place in range(len(minibatch.batch.rollouts)):
-            alone = self._prepare(minibatch.batch.part(np.array([place])), minibatch.rule, wants_old=False)
+            part = minibatch.batch.part(np.array([place]))
+            alone = self._prepare(part, minibatch.rule, wants_old=False, parallel=ALONE)
             is_finite = True
             for fixed in alone.packs:
                 is_finite &= _has_finite_gradient(self._policy_loss(fixed, alone).loss, self.model)
@@ -337,6 +368,11 @@ def _split(batch: Batch, num_parts: int) -> list[Batch]:
     """Neighbours together, about equally many; fewer parts where there are fewer rollouts."""
     parts = np.array_split(np.arange(len(batch.rollouts)), num_parts)
     return [batch.part(part) for part in parts if len(part)]
+
+
+def _cost(pack: ReplayPack) -> int:
+    """What packs are shared out by."""
+    return pack.layout.num_tokens
 
 
 def _has_finite_gradient(loss: Tensor, model: nn.Module) -> bool:
