@@ -17,54 +17,10 @@ from tstar.trajectory import ForwardCounts, Trajectory
 
 EOS = 0
 WORDS = [
-    *(
-        "First",
-        " the",
-        " sum",
-        " of",
-        " both",
-        " is",
-        " so",
-        " we",
-        " get",
-        " therefore",
-        ",",
-        ".",
-        " =",
-        " +",
-    ),
-    *(
-        " -",
-        " x",
-        " y",
-        " 2",
-        " 3",
-        " 5",
-        " 7",
-        " 12",
-        " 18",
-        " 42",
-        "\\boxed{",
-        "}",
-        " and",
-        " then",
-        " add",
-    ),
-    *(
-        " multiply",
-        " by",
-        " which",
-        " gives",
-        " Let",
-        " be",
-        " number",
-        " answer",
-        ":",
-        "\n",
-        "½",
-        "é",
-        " 数",
-    ),
+    *("First", " the", " sum", " of", " both", " is", " so", " we", " get", " therefore", ",", ".", " ="),
+    *(" +", " -", " x", " y", " 2", " 3", " 5", " 7", " 12", " 18", " 42", "\\boxed{", "}", " and", " then"),
+    *(" add", " multiply", " by", " which", " gives", " Let", " be", " number", " answer", ":", "\n", "½"),
+    *("é", " 数"),
 ]
 PIECES = {EOS: "<|im_end|>", **dict(enumerate(WORDS, start=1))}
 QUESTIONS = (
@@ -84,7 +40,7 @@ class Evaluated:
     accuracy: float
     policy: str = "dynamic 0.9"
     data: str = "math500"
-    num_problems: int = 16
+    num_problems: int = 8
     num_samples: int = 3
     update_step: int | None = None
     offset: int = 0

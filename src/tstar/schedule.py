@@ -15,8 +15,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -74,7 +75,7 @@ def parse_response(line: bytes, where: str) -> DecodedResponse:
         raise UserError(f"{where}: {error}") from None
 
 
-def open_lines(path: Path) -> IO[bytes]:
+def open_lines(path: Path) -> BufferedIOBase:
     """A file of lines, gzipped or not."""
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 

@@ -183,8 +183,8 @@ def _to_json(rows: Sequence[Row]) -> str:
 
 
 _COLUMNS = {
-    "responses": "responses",
-    "accuracy": "accuracy",
+    "responses": "n",
+    "accuracy": "acc.",
     "local_strict": "strict",
     "tokens_per_forward": "TPF",
     "steps_per_block": "steps",
@@ -202,7 +202,7 @@ def _to_table(rows: Sequence[Row]) -> Table:
 
     table = Table(
         title="Schedules (compare rows of the same unmask policy only)",
-        caption="strict: LocalStrict. steps: per block. distinct: schedules per response of a prompt. "
+        caption="n: responses. strict: LocalStrict. steps: per block. distinct: schedules per response of a prompt. "
         "conf: of tokens when unmasked, in correct and wrong responses.",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

@@ -73,7 +73,7 @@ def build(paths: Sequence[Path]) -> Report:
     if len(runs) < len(read):
         left_out = ", ".join(run.name for run in read if run.is_sft)
         notices.append(Notice("report", f"runs of `tstar sft` are left out: {left_out}"))
-    sources = _response_sources(found, names, runs, evaluations, views, run_views)
+    sources = _response_sources(found, names, runs, evaluations, views, run_views, notices)
     schedules, samples = read_schedules(sources, notices)
     report = Report(
         title=_title(paths),
@@ -294,9 +294,10 @@ def _response_sources(
     evaluations: Sequence[EvaluationSource],
     views: Sequence[EvaluationView],
     run_views: Sequence[RunView],
+    notices: list[Notice],
 ) -> list[ResponseSource]:
-    """Where responses are looked at: the evaluations that stand for something; of a run without any, its
-    last rollouts; files that stand alone."""
+    """Where responses are looked at: the evaluations that stand for something; of a run without any, some of
+    its rollouts; files that stand alone."""
     sources = []
     for e, view in zip(evaluations, views, strict=True):
         if view.is_selected:
@@ -313,9 +314,28 @@ def _response_sources(
             )
     evaluated = {e.run for e in evaluations}
     for run, run_view in zip(runs, run_views, strict=True):
-        if run.rollouts and run.name not in evaluated:
-            path = run.rollouts[-1]
-            name = f"{run.name}/rollouts/{path.name}"
-            sources.append(ResponseSource(path, name, run_view.method, f"rollouts of {run.name}", run.name))
+        if run.name not in evaluated:
+            sources += _rollout_sources(run, run_view.method, notices)
     alone = (ResponseSource(path, names[path], None, names[path], names[path]) for path in found.trajectories)
     return [*sources, *alone]
+
+
+def _rollout_sources(run: RunSource, method: int, notices: list[Notice]) -> list[ResponseSource]:
+    """The first rollouts of a run, and the last of each of its stages."""
+    updates = {int(digits): p for p in run.rollouts if (digits := p.name.split(".")[0]).isdecimal()}
+    ends = [stage.update_step for stage in run.stages[1:]] + [max(updates, default=0)]
+    lasts = [max((u for u in updates if u <= end), default=None) for end in ends]
+    chosen = sorted({u for u in (min(updates, default=None), *lasts) if u is not None})
+    if len(chosen) < len(updates):
+        text = f"rollouts of {len(chosen)} of {len(updates)} stored update steps are looked at"
+        notices.append(Notice(run.name, text))
+    return [
+        ResponseSource(
+            path=updates[u],
+            name=f"{run.name}/rollouts/{updates[u].name}",
+            method=method,
+            setting=f"rollouts of update {u}",
+            data=f"{run.name}, update {u}",
+        )
+        for u in chosen
+    ]

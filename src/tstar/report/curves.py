@@ -172,7 +172,7 @@ def _points(events: Sequence[TrainEvent], quantity: _Quantity) -> Iterator[Point
         is_last = number + 1 == len(events) or events[number + 1].update_step != event.update_step
         if is_last:
             if values:
-                yield (event.update_step, float(f"{quantity.over_passes(values):.6g}"))
+                yield (float(event.update_step), float(f"{quantity.over_passes(values):.6g}"))
             values = []
 
 

@@ -786,8 +786,6 @@ function followTheme() {
     try { localStorage.setItem("tstar-theme", chosen); } catch { /* as above */ }
     apply(chosen);
   });
-  addEventListener("beforeprint", () => apply("light"));
-  addEventListener("afterprint", () => apply(current()));
 }
 
 // The live page asks for the record again and again; only sections whose numbers changed are drawn anew.
