@@ -96,7 +96,7 @@ class Tracking:
         """Numbers of the record go to the dashboards as ``event/name``; time only to where time is shown."""
         self.file.append({"event": event, "update_step": update_step, **record, "time": time})
         numbers = {
-            f"{event}/{name}": value
+            f"{event}/{name}": float(value)
             for name, value in (*record.items(), *time.items())
             if isinstance(value, int | float)
         }

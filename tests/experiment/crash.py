@@ -3,9 +3,10 @@
     python crash.py CONFIG.yaml RUN POINT...     each POINT ends one process; the last one goes to the end
     python crash.py CONFIG.yaml RUN --random N   N processes, each killed after a random while
 
-A point is WHERE:N, the Nth time that something happens in a process: ``sample`` and ``evaluate`` (a response
-has come to its end), ``step`` (an optimizer step begins), ``stepped`` (has been done), ``checkpoint`` (half of
-one is written), ``saved`` (one is whole, nothing is tidied up), ``metrics`` (half a line is written).
+A point is WHERE:N, the Nth time that something happens in a process: ``sample`` and ``evaluate`` (a
+response has come to its end), ``step`` (an optimizer step begins), ``stepped`` (has been done),
+``checkpoint`` (half of one is written), ``saved`` (one is whole, nothing is tidied up), ``metrics`` (half a
+line is written).
 Processes are forked from one, so that torch is imported once.
 """
 
@@ -119,13 +120,13 @@ def main(config: str, run: str, *points: str) -> int:
             status = in_child(lambda: go_on(Path(config), Path(run), Killer("")), draw.uniform(0.1, 2.5))
             killed += os.WIFSIGNALED(status)
             if not os.WIFSIGNALED(status):
-                print(f"done after {killed} kills, {time.monotonic() - began:.0f} s")
+                sys.stdout.write(f"done after {killed} kills, {time.monotonic() - began:.0f} s\n")
                 return status
         points = ()
     for point in points:
         status = in_child(lambda point=point: go_on(Path(config), Path(run), Killer(point)))  # type: ignore[misc]
         if not os.WIFSIGNALED(status):
-            print(f"{point}: never came there (status {status})", file=sys.stderr)
+            sys.stderr.write(f"{point}: never came there (status {status})\n")
             return 1
     return in_child(lambda: go_on(Path(config), Path(run), Killer("")))
 

@@ -109,7 +109,8 @@ def _read_leaf(kind: Any, value: Any, path: str) -> Any:
 
 
 @cache
-def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
+def _adapter(kind: Any) -> Any:
+    """pydantic's reader of a type."""
     return pydantic.TypeAdapter(kind)
 
 

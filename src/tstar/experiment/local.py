@@ -7,12 +7,17 @@ packs by tokens, and one process that writes. Nothing else in a run knows how ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
 
 from tstar.engine import Engine, GenerationError, Request, RequestFailed, RequestFinished
+from tstar.evaluate import Scorer
 from tstar.partition import PartitionRule
 from tstar.trainer import Rollout, Trainer, UpdateMetrics
 from tstar.trajectory import Trajectory
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -30,8 +35,24 @@ class Workforce(Protocol):
         """Decode; `on_finished(responses, tokens)` is told how far it is, and may raise to end it."""
         ...
 
+    def scorer(self, scorer: Scorer) -> Scorer:
+        """What scores for all processes."""
+        ...
+
     def update(self, trainer: Trainer, rollouts: Sequence[Rollout], rule: PartitionRule) -> UpdateMetrics:
         """One TraceRL update."""
+        ...
+
+    def share_weights(self, weights: Sequence[Tensor]) -> None:
+        """After each process has trained them by itself: the same in all, in place."""
+        ...
+
+    def check_interrupt(self, check: Callable[[], None]) -> None:
+        """Raise InterruptedRunError in all processes if `check` does in any."""
+        ...
+
+    def on_writer(self, action: Callable[[], T]) -> T:
+        """What the process that writes finds, for all; its UserError too."""
         ...
 
 
@@ -57,5 +78,17 @@ class OneProcess:
             raise GenerationError(failed, finished)
         return [finished[index] for index in range(len(requests))]
 
+    def scorer(self, scorer: Scorer) -> Scorer:
+        return scorer
+
     def update(self, trainer: Trainer, rollouts: Sequence[Rollout], rule: PartitionRule) -> UpdateMetrics:
         return trainer.update(rollouts, rule)
+
+    def share_weights(self, weights: Sequence[Tensor]) -> None:
+        pass
+
+    def check_interrupt(self, check: Callable[[], None]) -> None:
+        check()
+
+    def on_writer(self, action: Callable[[], T]) -> T:
+        return action()

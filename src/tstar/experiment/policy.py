@@ -18,6 +18,7 @@ from tstar.lora import add_lora, has_lora, merged_copy
 from tstar.model.checkpoint import DTYPES, load_model, save_model
 from tstar.model.tokenizer import load_tokenizer
 from tstar.model.transformer import LanguageModel
+from tstar.parallel import ALONE, Parallel
 from tstar.trainer import Trainer
 
 MODEL, TRAINER, ADAPTERS = "model", "trainer.safetensors", "adapters.safetensors"
@@ -26,10 +27,10 @@ MODEL, TRAINER, ADAPTERS = "model", "trainer.safetensors", "adapters.safetensors
 class Policy:
     """θ, and everything that its next update depends on."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self.tokenizer = load_tokenizer(config.model)
+    def __init__(self, config: RunConfig, parallel: Parallel = ALONE) -> None:
+        self._config, self._parallel = config, parallel
         self.model = self._load(config.model)
+        self.tokenizer = load_tokenizer(config.model)
         if not self.model.config.is_diffusion:
             raise UserError(
                 f"model: {config.model} predicts the next token and cannot denoise; make a block-diffusion "
@@ -38,7 +39,7 @@ class Policy:
         if config.lora is not None:
             add_lora(self.model, config.lora, config.seed)
         self._base = self._load(config.model).requires_grad_(False) if self._needs_base else None
-        self.trainer = Trainer(self.model, config.trainer, self._base)
+        self.trainer = Trainer(self.model, config.trainer, self._base, parallel=parallel)
 
     @property
     def block_size(self) -> int | None:
@@ -67,7 +68,7 @@ class Policy:
         for optimizer in (old.optimizer, old.value_optimizer):
             if optimizer is not None:
                 optimizer.release()
-        self.trainer = Trainer(self.model, self._config.trainer, self._base, old.value_model)
+        self.trainer = Trainer(self.model, self._config.trainer, self._base, old.value_model, self._parallel)
         if keep == "moments":
             state |= {n: value for n, value in self.trainer.state_dict().items() if _is_weight(n)}
         if keep != "nothing":

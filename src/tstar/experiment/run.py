@@ -109,7 +109,7 @@ def _train(run: RunDir, config: RunConfig, policy: Policy, problems: Problems, w
         if latest is not None:
             state = read_state(run.checkpoint_path(latest))
             offset, begin = state["metrics_offset"], Progress.from_record(state["progress"])
-        file = MetricsFile(run.metrics)
+        file = opened.enter_context(closing(MetricsFile(run.metrics)))
         file.truncate(offset)
         journal = Journal(
             opened.enter_context(closing(_start_tracking(run, config, file, begin.update_step))),
