@@ -21,7 +21,7 @@ from tstar.cli import main
 from tstar.errors import UserError
 from tstar.model import checkpoint
 from tstar.model.attention import prepare
-from tstar.model.checkpoint import INDEX_FILE, SINGLE_FILE, load_model, save_model
+from tstar.model.checkpoint import INDEX_FILE, SINGLE_FILE, load_config, load_model, save_model
 from tstar.model.layout import PackedLayout
 from tstar.model.transformer import LanguageModel
 
@@ -176,6 +176,26 @@ def test_a_fresh_model_says_where_it_stops(tmp_path: Path) -> None:
     save_model(make_model("sdar", eos_token_id=[5, 6], pad_token_id=7), tmp_path / "model")
     generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [5, 6], "pad_token_id": 7}
+
+
+@pytest.mark.parametrize(
+    ("generation", "ends"),
+    [
+        ({"eos_token_id": [9, 5]}, (5, 9)),  # as SDAR's: the turn's end stands in this file alone
+        ({"eos_token_id": 9}, (5, 9)),
+        ({"eos_token_id": 5}, (5,)),
+        ({"temperature": 0.6}, (5,)),
+    ],
+)
+def test_end_tokens_are_those_of_the_generation_config_too(
+    tmp_path: Path, generation: dict[str, Any], ends: tuple[int, ...]
+) -> None:
+    save_model(make_model("sdar", eos_token_id=5), tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
+    assert load_config(tmp_path / "model").eos_token_ids == ends
+    assert load_model(tmp_path / "model").config.eos_token_ids == ends
+    (tmp_path / "model" / "generation_config.json").unlink()
+    assert load_config(tmp_path / "model").eos_token_ids == (5,)
 
 
 # -- atomic writing ----------------------------------------------------------------------------

@@ -43,8 +43,13 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints sa
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """The config of a model directory. An SDAR config without a mask token asks the tokenizer for it."""
+    """The config of a model directory. An SDAR config without a mask token asks the tokenizer for it.
+
+    End tokens are those of generation_config.json too, as in transformers' `generate`: chat models end their
+    turn with one that config.json does not name (SDAR's and Qwen's <|im_end|>).
+    """
     config = ModelConfig.from_hub(_read_json(_model_file(directory, "config.json")))
+    config = _with_generation_ends(config, directory / "generation_config.json")
     if config.is_diffusion or config.model_type not in ("sdar", "sdar_moe"):
         return config
     from tstar.model.tokenizer import find_mask_token, load_tokenizer
@@ -56,6 +61,13 @@ def load_config(directory: Path) -> ModelConfig:
             "add it (SDAR's is 151669)"
         )
     return replace(config, mask_token_id=mask_token_id)
+
+
+def _with_generation_ends(config: ModelConfig, path: Path) -> ModelConfig:
+    named = _read_json(path).get("eos_token_id") if path.is_file() else None
+    ends = named if isinstance(named, list) else [named]
+    new = [end for end in ends if isinstance(end, int) and end not in config.eos_token_ids]
+    return replace(config, eos_token_id=(*config.eos_token_ids, *new)) if new else config
 
 
 def load_model(
