@@ -180,11 +180,11 @@ def test_a_killed_call_goes_on_to_the_same_numbers(
     tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(models / "b4"), "--data", "chain:4@test", "--limit", "25", "--policy", "static:1"]
-    arguments += ["--max-requests", "3", "--device", "cpu", "--out"]
+    arguments += ["--device", "cpu", "--out"]
     directory = tmp_path / "killed" / "chain-4-test" / "b4-b4-static-k1"
     journal = directory / JOURNAL_FILE
     process = subprocess.Popen(
-        [sys.executable, "-m", "tstar", "eval", *arguments, str(tmp_path / "killed")],
+        [sys.executable, "-m", "tstar", "eval", "--max-requests", "3", *arguments, str(tmp_path / "killed")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )
