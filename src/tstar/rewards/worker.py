@@ -22,6 +22,7 @@ from typing import Any
 from tstar.data import Problem
 from tstar.rewards.response import Response
 
+_STATUS = Path("/proc/self/status")
 _NEARLY_FULL = 0.9
 """A peak above this share of the limit means that an allocation has failed: SymPy and math-verify catch
 MemoryError like any other and go on with half an answer."""
@@ -64,7 +65,7 @@ def main() -> None:
             request = json.loads(line)
             _limit_cpu(setup["time_limit"])
             reply = _judge(functions[request["function"]], request)
-            if limit - _memory_peak() < (1 - _NEARLY_FULL) * setup["memory_limit"]:
+            if limit is not None and limit - _memory("VmPeak") < (1 - _NEARLY_FULL) * setup["memory_limit"]:
                 reply = {"failure": "memory", "detail": "its memory limit was reached"}
             _send(connection, reply)
 
@@ -85,8 +86,11 @@ def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
     connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def _limit_memory(num_bytes: int) -> int:
-    """Let this process take so much beyond what it has now; its new size at most."""
+def _limit_memory(num_bytes: int) -> int | None:
+    """Let this process take so much beyond what it has now; its new size at most. None: this system does not
+    say what it has (macOS), and only the time limit holds."""
+    if not _STATUS.exists():
+        return None
     limit = _memory("VmSize") + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -100,11 +104,7 @@ def _limit_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
 
 
-def _memory_peak() -> int:
-    return _memory("VmPeak")
-
-
 def _memory(name: str) -> int:
     """A size of this process in bytes, as Linux counts it."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
+    status = _STATUS.read_text(encoding="ascii", errors="replace")
     return int(status.split(f"{name}:", 1)[1].split(maxsplit=1)[0]) * 1024
