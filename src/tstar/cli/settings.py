@@ -19,9 +19,13 @@ COMPLETE = RunConfig(
     curriculum=CurriculumConfig(
         cold_start=ColdStart(policy=UnmaskPolicy()),
         plateau=Plateau(),
-        stages={8: StageOverrides(policies=(WeightedPolicy(),), cold_start=ColdStart(), plateau=Plateau())},
+        stages={
+            8: StageOverrides(
+                policies=(WeightedPolicy(),), cold_start=ColdStart(policy=UnmaskPolicy()), plateau=Plateau()
+            )
+        },
     ),
-    rewards=RewardsConfig(terms=(RewardSpec("math"),)),
+    rewards=RewardsConfig(terms=(RewardSpec("math", options={"name": 1}),)),
     trainer=TrainerConfig(value=ValueConfig()),
     lora=LoraConfig(),
     validation=ValidationConfig(policy=UnmaskPolicy(), extra_policies=(UnmaskPolicy(),)),

@@ -42,6 +42,12 @@ for _tag, _pattern, _first_characters in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _expression, _first_characters)
 
 
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int",
+    lambda loader, node: int(loader.construct_scalar(node)),  # version 1.1 reads 010 as eight
+)
+
+
 def parse_yaml(text: str, place: str) -> Any:
     """What a text says; `place` is where it stands, for messages."""
     try:
