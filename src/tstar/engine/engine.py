@@ -201,10 +201,12 @@ class Engine:
             torch.from_numpy(reads).to(device),
         )[: len(plan.reads)]
         self.num_forwards += 1
+        temperature = batch.temperature[slots]
+        key = batch.seeds[slots], batch.step[slots], plan.read_places
         draws = Draws.of(
             device,
-            keyed_uniforms("token", batch.seeds[slots], batch.step[slots], plan.read_places),
-            batch.temperature[slots],
+            keyed_uniforms("token", *key) if temperature.any() else np.zeros(len(slots)),
+            temperature,
             batch.top_k[slots],
             batch.top_p[slots],
             batch.min_p[slots],
@@ -217,8 +219,7 @@ class Engine:
 
     def _count_reading(self, plan: ForwardPlan) -> None:
         """Forwards that only read a prompt, and how far each prompt is read."""
-        batch = self._batch
-        is_reading = ~np.isin(plan.feeding, plan.denoising)
+        batch, is_reading = self._batch, ~plan.is_denoising
         for slot, stop in zip(plan.feeding[is_reading], plan.rows.stops[is_reading], strict=True):
             running = batch.running[slot]
             assert running is not None

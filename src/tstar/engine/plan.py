@@ -20,6 +20,8 @@ class ForwardPlan:
     token_ids: Int64[np.ndarray, " tokens"]
     feeding: Int64[np.ndarray, " rows"]
     """The slot of each row."""
+    is_denoising: Bool[np.ndarray, " rows"]
+    """Whether it takes a denoising step; the others only read their prompts."""
     denoising: Int64[np.ndarray, " denoising"]
     """The slots among them that take a denoising step."""
     is_masked: Bool[np.ndarray, "denoising width"]
@@ -62,6 +64,7 @@ def plan_forward(batch: Batch, prompts: list[Prompt], max_tokens: int, page_size
         ),
         token_ids=batch.text[slot_of_token, positions],
         feeding=feeding,
+        is_denoising=is_denoising,
         denoising=denoising,
         is_masked=is_masked,
         reads=first_of_block[is_masked],

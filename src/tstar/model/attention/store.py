@@ -213,15 +213,14 @@ def _group_pieces(
 ) -> list[_Group]:
     """Cut rows into pieces, sort these by shape, and pad neighbours to one shape where that costs less
     than another group would."""
-    num_pieces = -(-lengths // PIECE_LENGTH)
-    row = np.repeat(np.arange(len(lengths)), num_pieces)
-    index_in_row = np.arange(len(row)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    first = first_tokens[row] + index_in_row * PIECE_LENGTH
-    length = np.minimum(lengths[row] - index_in_row * PIECE_LENGTH, PIECE_LENGTH)
+    row, first, length = _cut_rows(lengths, first_tokens)
     context = rows.visible_stops[first + length - 1]
     padded = _round_up(context)
-    order = np.lexsort((padded, length))
-    length, padded = length[order], padded[order]
+    if (length == length[0]).all() and (padded == padded[0]).all():
+        order = np.arange(len(length))
+    else:
+        order = np.lexsort((padded, length))
+        length, padded = length[order], padded[order]
 
     width = store.num_kv_heads * store.head_dim
     groups, start = [], 0
@@ -230,6 +229,20 @@ def _group_pieces(
         groups.append(_make_group(store, rows, row[members], first[members], length[start:stop]))
         start = stop
     return groups
+
+
+def _cut_rows(
+    lengths: Int64[np.ndarray, " rows"], first_tokens: Int64[np.ndarray, " rows"]
+) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
+    """The pieces of all rows: each one's row, its first token in the forward and its length."""
+    row = np.arange(len(lengths))
+    if lengths.max() <= PIECE_LENGTH:
+        return row, first_tokens, lengths
+    num_pieces = -(-lengths // PIECE_LENGTH)
+    row = np.repeat(row, num_pieces)
+    index_in_row = np.arange(len(row)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    first = first_tokens[row] + index_in_row * PIECE_LENGTH
+    return row, first, np.minimum(lengths[row] - index_in_row * PIECE_LENGTH, PIECE_LENGTH)
 
 
 def _round_up(context: Int64[np.ndarray, " pieces"]) -> Int64[np.ndarray, " pieces"]:
@@ -246,7 +259,7 @@ def _run_ends(
 ) -> list[int]:
     """Where the groups end in pieces sorted by shape: runs of equal shape, joined while padding is cheap
     and cut where their contexts outgrow the cache."""
-    is_new = (np.diff(length) != 0) | (np.diff(context) != 0)
+    is_new = (length[1:] != length[:-1]) | (context[1:] != context[:-1])
     ends = [*(np.flatnonzero(is_new) + 1).tolist(), len(length)]
     joined: list[int] = []
     start, waste = 0, 0.0
