@@ -4,9 +4,9 @@
     python benchmarks/update.py --growth            how cost grows with L, B and steps per block
     python benchmarks/update.py --device cuda --shape 1.7b --dtypes bfloat16
 
-One model (by default 51M parameters, vocabulary 32k), six responses to two prompts, 200 tokens on average
-and 512 at most, decoded with about four tokens a step (one to seven). Both methods do one update: forward,
-backward, AdamW.
+One model (by default 51M parameters, vocabulary 32k); responses of 200 tokens on average and 512 at most,
+three to a prompt, decoded with about four tokens a step (one to seven): as many as make some ten thousand
+tokens to replay. Both methods do one update: forward, backward, AdamW.
 
 - replicated rows: for each response as many rows as the most steps that one of its blocks took. Row r is
   [prompt | clean | noisy], each padded to the batch's longest, with every block as it stood before its r-th
@@ -17,9 +17,11 @@ Both compute the same gradient; with --all-rows its norms are compared. By defau
 multiplied: all are padded to the same length and cost the same. Share of peak = matmul FLOPs that exact
 replay needs (its tokens, log-probs at actions alone, in the last layer nothing behind the keys for tokens
 that nobody reads) / seconds / the fastest square matmul of the same run. Times are the best of several
-rounds in which peak, tstar and the rows take turns. On a machine that others use too, one thread and
-`--clock cpu` count this process's own seconds. Memory is the highest resident size of a process of its own
-during one update, above weights, optimizer state and what a first small update left behind.
+rounds in which peak, tstar and the rows take turns. On a machine that others use too, `--busy --threads 1`
+counts this process's own CPU seconds, and takes the mean of the matmuls that run between the pieces of
+work in place of the fastest: what the machine gave in those minutes. Memory is the highest resident size
+of a process of its own during one update, above weights, optimizer state and what a first small update
+left behind.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import argparse
 import gc
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +52,9 @@ from tstar.trainer import Rollout, Trainer, TrainerConfig
 from tstar.trajectory import ForwardCounts, Trajectory
 
 LENGTHS = (512, 272, 176, 120, 80, 40)
-PROMPT_LENGTHS = (64, 48)
 GOALS = {torch.float32: 0.65, torch.bfloat16: 0.45}
 """Share of peak on a CPU. Against the rows: at least 4x as fast, at most 1/3 of the memory."""
 LEARNING_RATE = 1e-6
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def shape_of(name: str) -> dict[str, Any]:
@@ -79,12 +79,15 @@ class Workload:
         return PartitionRule(self.block_size)
 
     def rollouts(self, vocab_size: int) -> list[Rollout]:
-        """Responses to the prompts in turn, right and wrong ones alike."""
+        """Groups of responses to prompts, right and wrong ones alike."""
         rng = np.random.default_rng(0)
-        prompts = [rng.integers(vocab_size - 1, size=n) for n in PROMPT_LENGTHS]
+        size = len(self.lengths) // 2 if len(self.lengths) < 6 else 3
+        prompts = [
+            rng.integers(vocab_size - 1, size=48 + 16 * (n % 2)) for n in range(len(self.lengths) // size)
+        ]
         out = []
         for number, length in enumerate(self.lengths):
-            group = number * len(prompts) // len(self.lengths)
+            group = number // size
             trajectory = self._draw(rng, prompts[group], length, vocab_size)
             out.append(Rollout(trajectory, float(number % 2), group, is_correct=number % 2 == 1))
         return out
@@ -327,19 +330,22 @@ def compare_times(options: argparse.Namespace, dtype: torch.dtype, workload: Wor
     ours = Timing("tstar", lambda: exact.update(rollouts, rule), flops)
     public = Timing("rows", lambda: rows.update(rollouts, rule, max_rows), flops)
     for timing in (*peaks, ours, public):
-        timing.clock = CLOCKS[options.clock]
+        timing.clock = clock_of(options)
     small = Workload(workload.block_size, (8, 8, 8, 8)).rollouts(shape["vocab_size"])
     for method in (exact, rows):
         method.update(small, rule)
     for timing in peaks:
-        timing.run()
+        timing.take_turn()
+        timing.turns.clear()
     for round_ in range(options.rounds):
-        turns = [*peaks, ours, *peaks, *([public] if round_ == 0 or not options.all_rows else [])]
-        for timing in turns:
+        matmuls = peaks * (10 if options.busy else 1)
+        for timing in (*matmuls, ours, *matmuls, *([public] if round_ == 0 or not options.all_rows else [])):
             timing.take_turn()
         if round_ == 0:
             norms = f"  gradient norms {exact.grad_norm:.5f} {rows.grad_norm:.5f}" if options.all_rows else ""
-    peak = max(timing.flops_per_second for timing in peaks)
+    peak = max(
+        timing.flops / np.mean(timing.turns) if options.busy else timing.flops_per_second for timing in peaks
+    )
     seconds = public.best * (rows.num_rows / (max_rows or rows.num_rows))
     share, speed_up, goal = ours.flops_per_second / peak, seconds / ours.best, GOALS[dtype]
     return (
@@ -357,6 +363,10 @@ def compare_memory(options: argparse.Namespace, dtype: torch.dtype, workload: Wo
     )
 
 
+def clock_of(options: argparse.Namespace) -> Callable[[], float]:
+    return time.process_time if options.busy else time.perf_counter
+
+
 def verdict(is_met: bool) -> str:
     return "met" if is_met else "MISSED"
 
@@ -372,9 +382,10 @@ def show_growth(options: argparse.Namespace, dtype: torch.dtype) -> None:
         exact.update(rollouts, workload.rule)
         best = float("inf")
         for _ in range(options.rounds):
-            start = CLOCKS[options.clock]()
+            clock = clock_of(options)
+            start = clock()
             exact.update(rollouts, workload.rule)
-            best = min(best, CLOCKS[options.clock]() - start)
+            best = min(best, clock() - start)
         num_needed, _ = needed_flops(shape, rollouts, workload.rule)
         num_actions = sum(workload.lengths)
         print(
@@ -407,7 +418,7 @@ def main() -> None:
     parser.add_argument("--rows-per-forward", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--busy", action="store_true", help="others use the machine too")
     parser.add_argument("--all-rows", action="store_true")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--measure", nargs="+", choices=["time", "memory"], default=["time", "memory"])
@@ -420,7 +431,7 @@ def main() -> None:
             show_growth(options, dtype)
             continue
         for block_size in options.block_sizes:
-            workload = Workload(block_size)
+            workload = Workload(block_size, LENGTHS * max(1, 16 // block_size))
             title = f"B = {block_size:<3} {str(dtype).removeprefix('torch.'):<9}"
             columns = [compare_times] * ("time" in options.measure)
             columns += [compare_memory] * ("memory" in options.measure)
