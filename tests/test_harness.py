@@ -186,7 +186,7 @@ def test_rolling_predicts_every_token_once(directory: Path, monkeypatch: pytest.
     monkeypatch.setattr(lm, "_loglikelihood_tokens", record)
     long = "7+6=3;" * 200  # more than the model has positions
     assert lm.loglikelihood_rolling([Ask(long)], disable_tqdm=True) == [-3.0]
-    assert sum((continuation for _, continuation in scored), []) == lm.tok_encode(long)
+    assert [token for _, continuation in scored for token in continuation] == lm.tok_encode(long)
     for context, continuation in scored:
         assert len(context) + len(continuation) + 4 <= lm.model.config.max_position_embeddings
 

@@ -161,7 +161,7 @@ def _read(model: LanguageModel, hidden: torch.Tensor, labels: np.ndarray) -> tup
     targets = torch.from_numpy(labels).to(hidden.device)
     log_probs, likeliest = [], []
     rows = max(1, limits.portion // model.config.vocab_size)
-    for portion, target in zip(hidden.split(rows), targets.split(rows), strict=True):
+    for portion, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
         logits = model.logits(portion)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if model.config.mask_token_id is not None:
@@ -224,7 +224,7 @@ class TStarLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types
     def tokenizer_name(self) -> str:
         return str(self.text_model.directory).replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_options: Any) -> list[int]:
         """What the tokenizer itself adds is added, unless the text begins with it, as templates make it."""
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
@@ -254,7 +254,7 @@ class TStarLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types
         self,
         requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
         disable_tqdm: bool = False,
-        **_: Any,
+        **_options: Any,
     ) -> list[tuple[float, bool]]:
         from tqdm import tqdm
 
@@ -264,12 +264,11 @@ class TStarLM(TemplateLM):  # type: ignore[misc]  # lm-eval ships no types
             for start in range(0, len(requests), 64):
                 part = requests[start : start + 64]
                 pairs = [self._truncate(context, continuation) for _, context, continuation in part]
-                for (key, _, _), score in zip(
-                    part, score_continuations(self.model, pairs, self._rule), strict=True
-                ):
-                    results.append(tuple(score))
+                scores = score_continuations(self.model, pairs, self._rule)
+                for (key, _, _), score in zip(part, scores, strict=True):
+                    results.append((score.log_prob, score.is_greedy))
                     if key is not None:
-                        self.cache_hook.add_partial("loglikelihood", key, tuple(score))
+                        self.cache_hook.add_partial("loglikelihood", key, results[-1])
                 bar.update(len(part))
         return results
 

@@ -24,6 +24,7 @@ from tstar.cli.doctor import Doctor
 from tstar.cli.eval import Eval
 from tstar.cli.export import Export
 from tstar.cli.generate import Generate
+from tstar.cli.lm_eval import LmEval
 from tstar.cli.plan import Plan
 from tstar.cli.report import Report
 from tstar.cli.quickstart import Quickstart
@@ -51,6 +52,7 @@ COMMANDS: Mapping[str, type[Command]] = {
     "eval": Eval,
     "export": Export,
     "generate": Generate,
+    "lm-eval": LmEval,
     "plan": Plan,
     "report": Report,
     "quickstart": Quickstart,
@@ -96,6 +98,8 @@ def parse(argv: Sequence[str]) -> Command:
     """The command that the arguments name, with its options."""
     if list(argv[:1]) == ["train"]:
         argv = ["train", *Train.prepare(argv[1:])]
+    if list(argv[:1]) == ["lm-eval"] and list(argv[1:2]) not in (["-h"], ["--help"]):
+        argv = ["lm-eval", "--", *argv[1:]]  # options that are not ours
     command: Command = tyro.extras.subcommand_cli_from_dict(
         dict(COMMANDS),
         prog="tstar",
