@@ -36,8 +36,8 @@ from tstar.errors import UserError
 
 Split = Literal["train", "validation", "test"]
 
-OPERANDS = {"+": "123456789", "-": "123456789", "*": "379", "^": "3"}
-"""What may follow each operator."""
+UNITS = {"*": "379", "^": "3"}
+"""What may follow these operators: anything else would merge running results."""
 
 _QUESTION = re.compile(r"([0-9]+)((?:[-+*^][0-9])+)=")
 
@@ -52,6 +52,13 @@ class ChainLevel:
     """Drawn equally often."""
     min_operations: int
     max_operations: int
+    summands: str = "123456789"
+    """What may be added or subtracted. Each is a table of its own to learn: with nine of them, a small model
+    that has long learnt to multiply still cannot add."""
+
+    def operands(self, operator: str) -> str:
+        """What may follow an operator."""
+        return UNITS.get(operator, self.summands)
 
     @property
     def max_tokens(self) -> int:
@@ -62,10 +69,10 @@ class ChainLevel:
 LEVELS: Mapping[int, ChainLevel] = MappingProxyType(
     {
         1: ChainLevel(1, "+-", 2, 2),
-        2: ChainLevel(1, "+-*", 3, 5),
-        3: ChainLevel(1, "+-*^", 3, 5),
-        4: ChainLevel(1, "+-*^", 6, 9),
-        5: ChainLevel(1, "+-*^", 10, 14),
+        2: ChainLevel(1, "+-*", 3, 5, "137"),
+        3: ChainLevel(1, "+-*^", 3, 5, "137"),
+        4: ChainLevel(1, "+-*^", 6, 9, "137"),
+        5: ChainLevel(1, "+-*^", 10, 14, "137"),
         6: ChainLevel(2, "+-*", 3, 5),
         7: ChainLevel(2, "+-*", 6, 9),
         8: ChainLevel(2, "+-*", 10, 14),
@@ -138,8 +145,9 @@ class ChainTask:
         for _ in range(level.min_operations + num_more):
             bits, index = divmod(bits, len(level.operators))
             operator = level.operators[index]
-            bits, index = divmod(bits, len(OPERANDS[operator]))
-            question += operator + OPERANDS[operator][index]
+            operands = level.operands(operator)
+            bits, index = divmod(bits, len(operands))
+            question += operator + operands[index]
         return number, question + "="
 
 
