@@ -460,6 +460,39 @@ def test_lora_trains_adapters_alone_and_has_its_base_inside() -> None:
             assert torch.equal(parameter, frozen[name.replace(".base_layer", "")])
 
 
+def test_the_value_model_of_an_adapted_policy_is_trained_whole() -> None:
+    pytest.importorskip("peft")
+    model = make_model("sdar", num_hidden_layers=2)
+    add_lora(model, LoraConfig(rank=4), seed=0)
+    trainer = Trainer(model, TrainerConfig(LR, value=ValueConfig(LR)))
+    assert trainer.value_model is not None
+    before = {name: p.detach().clone() for name, p in trainer.value_model.named_parameters()}
+    for _ in range(2):  # at first the head is 0 and the trunk has no gradient
+        trainer.update(make_rollouts(), RULE)
+    assert not any(torch.equal(p, before[name]) for name, p in trainer.value_model.named_parameters())
+
+
+def test_the_optimizer_lives_on_from_update_to_update() -> None:
+    """Three updates are three steps of one AdamW: the second and third see the moments of the ones before."""
+    model, expected = (make_model("sdar", torch.float64, num_hidden_layers=2) for _ in range(2))
+    adamw = torch.optim.AdamW(expected.parameters(), lr=1e-3, weight_decay=0.0)
+    trainer = Trainer(model, TrainerConfig(LR, NO_KL))
+    for seed in range(3):
+        rollouts = make_rollouts(1, 2, seed=seed)
+        trainer.update(rollouts, RULE)
+        (pack,) = replay([r.trajectory for r in rollouts], RULE, MASK, 10**6)
+        actions = pack.actions
+        sizes = np.bincount(actions.steps)[actions.steps]
+        sign = np.where(pack.trajectories[actions.members] == 1, 1.0, -1.0)  # the second was rewarded
+        loss = -(score(expected, pack).log_probs * torch.from_numpy(sign / sizes)).sum() / 2
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+    for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-8)
+    assert trainer.optimizer.num_steps_done == 3
+
+
 @pytest.mark.parametrize("value", [None, ValueConfig(LR)])
 def test_a_trainer_resumes_to_the_same_weights(value: ValueConfig | None) -> None:
     config = TrainerConfig(LR, value=value, num_minibatches=2)

@@ -205,7 +205,7 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not norm.isfinite():
             raise NonFiniteGradientError(_describe_non_finite(gradients, self.num_steps_done))
-        if self.config.max_grad_norm is not None:
+        if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self.config.max_grad_norm, norm)
         return float(norm)
 

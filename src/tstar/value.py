@@ -37,7 +37,8 @@ class ValueModel(nn.Module):
 
     @classmethod
     def from_policy(cls, policy: LanguageModel) -> ValueModel:
-        """The policy's weights, copied, under a head of zeros."""
+        """The policy's weights, copied, under a head of zeros; all of it is trained, also where the policy
+        trains adapters alone."""
         with torch.device("meta"):
             value_model = cls(policy.config)
         value_model.model = copy.deepcopy(policy.model)
@@ -45,7 +46,7 @@ class ValueModel(nn.Module):
         with torch.no_grad():
             for parameter in value_model.value_head.parameters():
                 parameter.zero_()
-        return value_model
+        return value_model.requires_grad_(True)
 
     def forward(
         self,

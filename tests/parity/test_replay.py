@@ -162,7 +162,7 @@ def test_log_probs_equal_those_that_the_engine_recorded(
 ) -> None:
     """Greedy and sampled, by every kind of schedule, after prompts of any length: to 1e-4 in fp32."""
     rule = PartitionRule(block_size, block_size // 2 if shifted else 0, origin)  # type: ignore[arg-type]
-    group = [decode(single_model, rule, 1 + seed % 7, seed) for seed in range(16)]
+    group = [decode(single_model, rule, 1 + 5 * seed % 37, seed) for seed in range(16)]
     assert any(t.stop_length < len(t.response_ids) for t in group) or block_size == 1
     for pack in replay(group, rule, MASK, token_budget=400):
         with torch.no_grad():
