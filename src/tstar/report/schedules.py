@@ -24,7 +24,7 @@ MAX_READ_BYTES = 40_000_000
 """Read of all files together."""
 MAX_FIGURES = 24
 """Files that schedules are shown of."""
-MAX_PROBLEMS = 12
+MAX_PROBLEMS = 20
 """Of one data set, in case study and player."""
 MAX_TOKENS = 4096
 """Of one response; the rest is left out."""

@@ -57,7 +57,7 @@ def _schedule_table(report: Report, scores: Sequence[Score], setting: str, name:
                     report.methods[s.method].name,
                     str(size),
                     show(s.local_strict, 3),
-                    show(s.accuracy, 1, 100),
+                    show(s.accuracy, 1, 100.0),
                     show(s.tokens_per_forward, 2),
                 )
                 for s in rows
@@ -72,7 +72,7 @@ def _block_table(report: Report, scores: Sequence[Score], setting: str, name: st
     sizes = sorted({s.block_size for s in scores})
     by_place = {(s.method, s.block_size): s.accuracy for s in scores}
     rows = tuple(
-        (report.methods[m].name, *(show(by_place.get((m, size)), 1, 100) for size in sizes))
+        (report.methods[m].name, *(show(by_place.get((m, size)), 1, 100.0) for size in sizes))
         for m in sorted({s.method for s in scores})
     )
     head = ("Method", *(f"B = {size}" for size in sizes))
@@ -104,7 +104,7 @@ def to_markdown(table: Table) -> str:
 
     rule = line(["---", *["---:"] * (len(table.head) - 1)])
     rows = [line(row) for group in table.groups for row in group]
-    return "\n".join([table.caption, "", line(table.head), rule, *rows]) + "\n"
+    return "\n".join([table.caption.replace("\n", " "), "", line(table.head), rule, *rows]) + "\n"
 
 
 def to_latex(table: Table) -> str:

@@ -37,11 +37,19 @@ class LiveReport:
         with self._lock:
             seen = fingerprint(self._paths)
             if seen != self._seen:
-                report = build(self._paths)
-                self._page, self._json = render(report, live=True).encode(), to_json(report).encode()
-                self._tag = f'"{hashlib.sha256(self._json).hexdigest()[:32]}"'
+                self._build()
                 self._seen = seen
             return self._page, self._json, self._tag
+
+    def _build(self) -> None:
+        try:
+            report = build(self._paths)
+        except UserError:
+            if self._seen is None:
+                raise
+            return  # the run went away; what was last seen of it stays
+        self._page, self._json = render(report, live=True).encode(), to_json(report).encode()
+        self._tag = f'"{hashlib.sha256(self._json).hexdigest()[:32]}"'
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
