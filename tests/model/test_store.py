@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from tiny_models import make_config, make_model
 from tstar.model.attention import prepare
-from tstar.model.attention.store import KVStore, StoreRows
+from tstar.model.attention.store import GatherLimits, KVStore, StoreRows
 from tstar.model.layout import PackedLayout
 from tstar.partition import Block, Partition
 
@@ -121,3 +122,35 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         store.prepare(StoreRows.blocks([0, 5], [4, 9], [(0,), (1, 2)]))
     with pytest.raises(ValueError, match=r"rows\[0\]: .* not \[3, 3\)"):
         StoreRows.blocks([3], [3], [(0,)])
+
+
+def test_how_rows_are_cut_and_grouped_changes_nothing() -> None:
+    """Limits so small that every piece is a group of its own, 8 queries long, and so large that all rows
+    of one length are one; a group's scores stay within the limit."""
+    model = make_model("sdar")
+    partitions = [Partition(n, 20, 4) for n in (3, 40, 150, 151, 4)]
+    pages = scattered_pages(5, 50)
+    token_ids = torch.randint(97, (sum(p.sequence_length for p in partitions),))
+    starts, stops = [0] * 5, [p.sequence_length for p in partitions]
+    visible = np.concatenate([p.boundaries[1:][p.block_ids] for p in partitions])
+    rows = StoreRows(np.array(starts), np.array(stops), np.array(pages), visible)
+    results, num_groups = [], []
+    for limits in (
+        GatherLimits(1, 1, 1),
+        GatherLimits(1 << 13, 1 << 15, 1 << 6),
+        GatherLimits(1 << 30, 1 << 30, 1),
+    ):
+        store = KVStore(model.config, num_pages=250, page_size=4)
+        store.limits = limits
+        attention = store.prepare(rows)
+        num_groups.append(len(attention._groups))
+        for group in attention._groups:
+            num_pieces, num_keys = group.bias.shape[0], group.bias.shape[-1]
+            length = len(group.kept_tokens if group.tokens is None else group.tokens) // num_pieces
+            is_least = num_pieces == 1 and length <= 8
+            assert num_pieces * num_keys * length * 6 <= limits.scores or is_least
+        with torch.no_grad():
+            results.append(model(token_ids, attention))
+    assert num_groups[0] > num_groups[1] > num_groups[2]
+    torch.testing.assert_close(results[0], results[2], **TOLERANCE)
+    torch.testing.assert_close(results[1], results[2], **TOLERANCE)

@@ -10,7 +10,7 @@ import torch
 from tstar.cgroup import read_limits
 from tstar.engine.request import EngineConfig
 from tstar.errors import UserError
-from tstar.model.attention.store import MAX_GATHERED, KVStore
+from tstar.model.attention.store import KVStore, gather_limits
 from tstar.model.config import ModelConfig
 
 BYTES_PER_LOGIT = 24
@@ -41,7 +41,7 @@ class MemoryPlan:
         max_logits = min(MAX_LOGITS.get(device.type, MAX_LOGITS["cuda"]), rows * model.vocab_size)
         max_logits = max(max_logits, model.vocab_size)
         per_token = activation_bytes_per_token(model, dtype)
-        fixed = max_logits * BYTES_PER_LOGIT + 4 * MAX_GATHERED * max(dtype.itemsize, 4)
+        fixed = max_logits * BYTES_PER_LOGIT + attention_bytes(model, dtype, device)
         num_tokens = min(settings.max_forward_tokens, max(0, budget - fixed) // 4 // per_token)
         page_bytes = settings.page_size * KVStore.num_bytes_per_token(model, dtype)
         num_pages = (budget - fixed - num_tokens * per_token) // page_bytes
@@ -52,6 +52,14 @@ class MemoryPlan:
             )
         most_useful = settings.max_requests * -(-model.max_position_embeddings // settings.page_size)
         return cls(budget, max_logits, num_tokens, min(num_pages, most_useful))
+
+
+def attention_bytes(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """What one layer's attention holds at once: gathered keys and values, scores and their softmax."""
+    limits = gather_limits(device)
+    longest_context = model.max_position_embeddings * 5 // 4  # as it is padded
+    gathered = max(limits.gathered, longest_context * model.num_key_value_heads * model.head_dim)
+    return 2 * (gathered + limits.scores) * dtype.itemsize
 
 
 def activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:

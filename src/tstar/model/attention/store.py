@@ -14,6 +14,7 @@ are computed together, padded, a cache's worth at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +26,31 @@ from tstar.model.config import ModelConfig
 PIECE_LENGTH = 128
 """Queries of one row that are computed together; longer rows (prefill) are cut, so that early pieces
 gather short contexts."""
+LEAST_PIECE_LENGTH = 8
+"""Over very long contexts pieces are shorter, down to this, to keep their scores within the limit."""
 CONTEXT_QUANTUM = 64
 """Contexts are padded to this, or to a quarter of their power of two, so that rows fall into few shapes."""
-MAX_GATHERED = 1 << 21
-"""Keys' numbers gathered at once: keys, values and scores should stay in the last-level cache."""
-GROUP_COST = 1 << 18
-"""Padded keys' numbers that cost as much as one more group of rows."""
+
+
+class GatherLimits(NamedTuple):
+    """How rows are computed together."""
+
+    gathered: int
+    """Keys' numbers gathered at once; one row may need more."""
+    scores: int
+    """Scores at once."""
+    group_cost: int
+    """Padded keys' numbers that cost as much as one more group of rows."""
+
+
+CPU_LIMITS = GatherLimits(gathered=1 << 21, scores=1 << 22, group_cost=1 << 18)
+"""Keys, values and scores should stay in the last-level cache."""
+GPU_LIMITS = GatherLimits(gathered=1 << 25, scores=1 << 26, group_cost=1 << 23)
+"""A group is a dozen kernels a layer, so there should be few; not measured finely."""
+
+
+def gather_limits(device: torch.device) -> GatherLimits:
+    return CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
 
 
 class KVStore:
@@ -45,9 +65,11 @@ class KVStore:
         device: torch.device | str = "cpu",
     ) -> None:
         self.page_size = page_size
+        self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         shape = (config.num_hidden_layers, num_pages, self.num_kv_heads, page_size, self.head_dim)
+        self.limits = gather_limits(torch.device(device))
         self.keys = _zeros(shape, dtype, torch.device(device))
         self.values = _zeros(shape, dtype, torch.device(device))
 
@@ -213,7 +235,8 @@ def _group_pieces(
 ) -> list[_Group]:
     """Cut rows into pieces, sort these by shape, and pad neighbours to one shape where that costs less
     than another group would."""
-    row, first, length = _cut_rows(lengths, first_tokens)
+    longest = store.limits.scores // (store.num_heads * _round_up(rows.stops))
+    row, first, length = _cut_rows(lengths, first_tokens, longest)
     context = rows.visible_stops[first + length - 1]
     padded = _round_up(context)
     if (length == length[0]).all() and (padded == padded[0]).all():
@@ -222,9 +245,8 @@ def _group_pieces(
         order = np.lexsort((padded, length))
         length, padded = length[order], padded[order]
 
-    width = store.num_kv_heads * store.head_dim
     groups, start = [], 0
-    for stop in _run_ends(length, padded, GROUP_COST / width, max(1, MAX_GATHERED // width)):
+    for stop in _run_ends(store, length, padded):
         members = order[start:stop]
         groups.append(_make_group(store, rows, row[members], first[members], length[start:stop]))
         start = stop
@@ -232,17 +254,20 @@ def _group_pieces(
 
 
 def _cut_rows(
-    lengths: Int64[np.ndarray, " rows"], first_tokens: Int64[np.ndarray, " rows"]
+    lengths: Int64[np.ndarray, " rows"],
+    first_tokens: Int64[np.ndarray, " rows"],
+    longest: Int64[np.ndarray, " rows"],
 ) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
     """The pieces of all rows: each one's row, its first token in the forward and its length."""
     row = np.arange(len(lengths))
-    if lengths.max() <= PIECE_LENGTH:
+    longest = np.clip(longest, LEAST_PIECE_LENGTH, PIECE_LENGTH)
+    if (lengths <= longest).all():
         return row, first_tokens, lengths
-    num_pieces = -(-lengths // PIECE_LENGTH)
+    num_pieces = -(-lengths // longest)
     row = np.repeat(row, num_pieces)
     index_in_row = np.arange(len(row)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    first = first_tokens[row] + index_in_row * PIECE_LENGTH
-    return row, first, np.minimum(lengths[row] - index_in_row * PIECE_LENGTH, PIECE_LENGTH)
+    start = index_in_row * longest[row]
+    return row, first_tokens[row] + start, np.minimum(lengths[row] - start, longest[row])
 
 
 def _round_up(context: Int64[np.ndarray, " pieces"]) -> Int64[np.ndarray, " pieces"]:
@@ -252,13 +277,11 @@ def _round_up(context: Int64[np.ndarray, " pieces"]) -> Int64[np.ndarray, " piec
 
 
 def _run_ends(
-    length: Int64[np.ndarray, " pieces"],
-    context: Int64[np.ndarray, " pieces"],
-    group_cost: float,
-    max_keys: int,
+    store: KVStore, length: Int64[np.ndarray, " pieces"], context: Int64[np.ndarray, " pieces"]
 ) -> list[int]:
     """Where the groups end in pieces sorted by shape: runs of equal shape, joined while padding is cheap
-    and cut where their contexts outgrow the cache."""
+    and cut where they outgrow the limits."""
+    width, limits = store.num_kv_heads * store.head_dim, store.limits
     is_new = (length[1:] != length[:-1]) | (context[1:] != context[:-1])
     ends = [*(np.flatnonzero(is_new) + 1).tolist(), len(length)]
     joined: list[int] = []
@@ -270,9 +293,10 @@ def _run_ends(
             growth = growth * (end - start) if growth > 0 else -growth * (next_end - end)
             stretch = (length[next_end - 1] - length[end - 1]) / PIECE_LENGTH * context[start:end].sum() * 2
             waste += float(growth + stretch)
-            if waste <= group_cost and length[next_end - 1] <= 2 * length[start]:
+            if waste * width <= limits.group_cost and length[next_end - 1] <= 2 * length[start]:
                 continue
-        step = max(1, int(max_keys // context[start:end].max()))
+        num_keys, num_queries = int(context[start:end].max()), int(length[end - 1]) * store.num_heads
+        step = max(1, min(limits.gathered // width, limits.scores // num_queries) // num_keys)
         joined += [*range(start + step, end, step), end]
         start, waste = end, 0.0
     return joined

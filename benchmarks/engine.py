@@ -1,0 +1,366 @@
+"""How fast the engine decodes, against the loops people use, in one process and on the same weights.
+
+    python benchmarks/engine.py [--dtypes float32 bfloat16] [--threads N] [--only NAME ...]
+    python benchmarks/engine.py --device cuda --shape 1.7b --dtypes bfloat16
+
+Sections, each a name for --only:
+
+    loops     64 requests x 128 tokens, and one request, against the plain block-diffusion loop (batch 1,
+              a commit forward per block, logits and probabilities of the whole block:
+              `reference.plain_loop`)
+    ar        one request that finalises 3 tokens a step, against transformers' AR `generate` on the
+              same weights
+    overhead  time that the engine adds to its denoising forwards, for the shape and for 1M parameters
+    batch     tokens/s against requests at once
+    blocks    tokens/s and peak memory against B, with a budget in bytes
+    filters   tokens/s with temperature, top-k, top-p, min-p
+
+Weights are random: texts are noise, times are not. Unless said otherwise B = 4, a static policy of 2 tokens
+a step, prompts of 64 tokens, no stops. Times are medians of rounds in which both sides take turns: compare
+within a run only, a shared machine moves everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+import transformers
+
+from tstar.engine import Engine, EngineConfig, Request, SamplingParams, reference
+from tstar.engine.plan import ForwardPlan
+from tstar.model.attention.store import KVStore, StoreAttention
+from tstar.model.config import ModelConfig
+from tstar.model.transformer import LanguageModel
+from tstar.partition import PartitionRule
+from tstar.process import keep_freed_memory
+from tstar.unmask import UnmaskPolicy
+
+SHAPES = {
+    "1m": {
+        "max_position_embeddings": 4096,
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "45m": {
+        "max_position_embeddings": 4096,
+        "vocab_size": 32_000,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "1.7b": {  # SDAR-1.7B, Qwen3-1.7B
+        "max_position_embeddings": 4096,
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+}
+TWO_A_STEP = UnmaskPolicy("static", tokens_per_step=2)
+PROMPT_LENGTH = 64
+GOALS = {"64 requests": {"float32": 10.0, "bfloat16": 20.0}, "one request": 1.5, "ar": 3.0}
+MOST_OVERHEAD = {"1m": 0.40, "45m": 0.15}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every section is given."""
+
+    shape: str
+    dtype: torch.dtype
+    device: str
+    rounds: int
+
+    def model(self, shape: str | None = None, is_diffusion: bool = True) -> LanguageModel:
+        sizes = SHAPES[shape or self.shape]
+        mask = {"mask_token_id": sizes["vocab_size"] - 1} if is_diffusion else {}
+        kind = "sdar" if is_diffusion else "qwen3"
+        with torch.device(self.device):
+            model = LanguageModel(
+                ModelConfig.from_hub({**sizes, **mask, "model_type": kind, "max_position_embeddings": 4096})
+            )
+        model.initialise(torch.Generator(self.device).manual_seed(0))
+        return model.to(self.dtype)
+
+    def engine(self, model: LanguageModel, **settings: int) -> Engine:
+        return Engine(model, EngineConfig(**{"memory": 4 << 30, **settings}))
+
+    def say(self, text: str) -> None:
+        print(f"{str(self.dtype).removeprefix('torch.'):<9} {text}", flush=True)
+
+
+def make_requests(
+    count: int,
+    num_tokens: int = 128,
+    block_size: int = 4,
+    policy: UnmaskPolicy = TWO_A_STEP,
+    **sampling: float,
+) -> list[Request]:
+    rng = np.random.default_rng(0)
+    params = SamplingParams(
+        max_tokens=num_tokens, unmask=policy, ignore_eos=True, **{"temperature": 0.0, **sampling}
+    )
+    return [
+        Request(rng.integers(0, 500, size=PROMPT_LENGTH), PartitionRule(block_size), params, seed)
+        for seed in range(count)
+    ]
+
+
+def seconds(*runs: Callable[[], object], rounds: int) -> list[float]:
+    """The median time of each; they take turns, after one round that is not counted."""
+    times: list[list[float]] = [[] for _ in runs]
+    for number in range(rounds + 1):
+        for run, own in zip(runs, times, strict=True):
+            synchronise()
+            start = time.perf_counter()
+            run()
+            synchronise()
+            if number:
+                own.append(time.perf_counter() - start)
+    return [statistics.median(own) for own in times]
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def verdict(value: float, goal: float | None, at_most: bool = False) -> str:
+    if goal is None:
+        return ""
+    is_met = value <= goal if at_most else value >= goal
+    return f"  goal {'<=' if at_most else '>='} {goal:g} {'met' if is_met else 'MISSED'}"
+
+
+def measure_loops(bench: Bench) -> None:
+    model = bench.model()
+    engine = bench.engine(model)
+    name = str(bench.dtype).removeprefix("torch.")
+    for title, count, num_plain in (("64 requests", 64, 2), ("one request", 1, 1)):
+        requests = make_requests(count)
+        plain, ours = seconds(
+            lambda requests=requests[:num_plain]: [reference.plain_loop(model, r) for r in requests],
+            lambda requests=requests: engine.generate(requests),
+            rounds=bench.rounds,
+        )
+        plain, ours = num_plain * 128 / plain, count * 128 / ours
+        goal = GOALS[title] if not isinstance(GOALS[title], dict) else GOALS[title].get(name)
+        bench.say(
+            f"{title:<12} x 128 tokens: engine {ours:8.1f} tokens/s, plain loop {plain:7.1f}: "
+            f"{ours / plain:5.2f}x" + verdict(ours / plain, goal if bench.device == "cpu" else None)
+        )
+
+
+def measure_ar(bench: Bench) -> None:
+    model = bench.model()
+    peer = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPES[bench.shape]))
+    peer = peer.to(bench.device, bench.dtype)
+    peer.load_state_dict(model.state_dict(), assign=True, strict=False)  # one set of weights
+    ar_model = bench.model(is_diffusion=False)
+    ar_model.load_state_dict(model.state_dict(), assign=True)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=128, min_new_tokens=128, do_sample=False, pad_token_id=0
+    )
+    three = make_requests(1, 129, 3, UnmaskPolicy("static", tokens_per_step=3))
+    one = make_requests(1, 128, 1, UnmaskPolicy())
+    ids = torch.from_numpy(three[0].prompt_ids)[None].to(bench.device)
+
+    def of_peer() -> None:
+        with torch.no_grad():
+            peer.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+
+    engine, ar_engine = bench.engine(model), bench.engine(ar_model)
+    theirs, ours, ours_ar = seconds(
+        of_peer, lambda: engine.generate(three), lambda: ar_engine.generate(one), rounds=bench.rounds
+    )
+    theirs, ours, ours_ar = 128 / theirs, 129 / ours, 128 / ours_ar
+    bench.say(
+        f"one request at TPF 3: engine {ours:7.1f} tokens/s, transformers' AR generate {theirs:6.1f}: "
+        f"{ours / theirs:4.2f}x" + verdict(ours / theirs, GOALS["ar"] if bench.device == "cpu" else None)
+    )
+    bench.say(
+        f"one AR request: engine {ours_ar:7.1f} tokens/s, transformers {theirs:6.1f}: "
+        f"{ours_ar / theirs:4.2f}x"
+    )
+
+
+@dataclass(frozen=True)
+class BareForwards:
+    """The model calls of an engine's run once more, on the same rows, and nothing else."""
+
+    model: LanguageModel
+    inputs: list[tuple[torch.Tensor, StoreAttention, torch.Tensor]]
+
+    @classmethod
+    def of(cls, engine: Engine, requests: Sequence[Request]) -> BareForwards:
+        plans: list[ForwardPlan] = []
+        forward = engine._forward
+
+        def kept(store: KVStore, plan: ForwardPlan) -> np.ndarray:
+            plans.append(plan)
+            return forward(store, plan)
+
+        engine._forward = kept  # type: ignore[method-assign]
+        engine.generate(requests)
+        del engine._forward
+        device, store = engine.model.device, engine._awake()
+        inputs = [
+            (
+                torch.from_numpy(plan.token_ids).to(device),
+                store.prepare(plan.rows),
+                torch.from_numpy(plan.reads).to(device),
+            )
+            for plan in plans
+        ]
+        return cls(engine.model, inputs)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """With the logits of the positions that are read."""
+        for token_ids, attention, reads in self.inputs:
+            self.model.logits(self.model(token_ids, attention, reads)).argmax(-1)
+
+
+def measure_overhead(bench: Bench) -> None:
+    for shape in dict.fromkeys(("1m", bench.shape)):
+        for count in (1, 64):
+            engine, requests = bench.engine(bench.model(shape)), make_requests(count, 64)
+            bare = BareForwards.of(engine, requests)
+            # Prompts are remembered: no run reads them again but the recorded one.
+            bare = BareForwards.of(engine, requests)
+            whole, alone = seconds(
+                lambda engine=engine, requests=requests: engine.generate(requests),
+                bare.run,
+                rounds=2 * bench.rounds,
+            )
+            overhead, num = whole / alone - 1, len(bare.inputs) / 1e3
+            bench.say(
+                f"overhead, {shape:>4}, {count:2d} requests: {whole / num:7.2f} ms a forward, "
+                f"the model alone {alone / num:7.2f}: {overhead:+.0%}"
+                + verdict(overhead, MOST_OVERHEAD.get(shape) if bench.device == "cpu" else None, True)
+            )
+
+
+def measure_batch(bench: Bench) -> None:
+    model = bench.model()
+    engine = bench.engine(model)
+    for count in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        requests = make_requests(count, 32)
+        (taken,) = seconds(lambda requests=requests: engine.generate(requests), rounds=1)
+        bench.say(f"batch {count:4d}: {count * 32 / taken:8.1f} tokens/s")
+
+
+def measure_blocks(bench: Bench) -> None:
+    """A fixed budget: what B needs beyond it waits."""
+    model = bench.model()
+    budget = 1 << 30
+    for block_size in (4, 8, 16, 32, 64, 128, 256):
+        engine = bench.engine(model, memory=budget)
+        policy = UnmaskPolicy("static", tokens_per_step=block_size // 2)
+        requests = make_requests(32, 256, block_size, policy)
+        peak = PeakMemory(bench.device)
+        with peak:
+            (taken,) = seconds(lambda engine=engine, requests=requests: engine.generate(requests), rounds=1)
+        bench.say(
+            f"B = {block_size:3d}, B/2 tokens a step: {32 * 256 / taken:8.1f} tokens/s, "
+            f"{peak.num_bytes / 2**20:6.0f} MiB above the model"
+            + verdict(peak.num_bytes, budget, at_most=True)
+        )
+
+
+def measure_filters(bench: Bench) -> None:
+    model = bench.model()
+    engine = bench.engine(model)
+    for name, settings in {
+        "greedy": {},
+        "temperature 1": {"temperature": 1.0},
+        "temperature 0.8, top_k 50": {"temperature": 0.8, "top_k": 50},
+        "temperature 0.8, top_p 0.95": {"temperature": 0.8, "top_p": 0.95},
+        "temperature 0.8, min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
+    }.items():
+        requests = make_requests(64, 32, **settings)
+        (taken,) = seconds(lambda requests=requests: engine.generate(requests), rounds=1)
+        bench.say(f"{name:<28} {64 * 32 / taken:8.1f} tokens/s")
+
+
+class PeakMemory:
+    """The most memory of the process (or on the device) above what it had at the beginning."""
+
+    def __init__(self, device: str) -> None:
+        self.num_bytes = 0
+        self._device = device
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._start = self._now()
+        self._watcher.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watcher.join()
+        if self._device == "cuda":
+            self.num_bytes = torch.cuda.max_memory_allocated() - self._start
+
+    def _now(self) -> int:
+        return torch.cuda.memory_allocated() if self._device == "cuda" else psutil.Process().memory_info().rss
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.num_bytes = max(self.num_bytes, self._now() - self._start)
+
+
+SECTIONS = {
+    "loops": measure_loops,
+    "ar": measure_ar,
+    "overhead": measure_overhead,
+    "batch": measure_batch,
+    "blocks": measure_blocks,
+    "filters": measure_filters,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", choices=SHAPES, default="45m")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.threads} threads")
+    for dtype in (getattr(torch, name) for name in arguments.dtypes):
+        bench = Bench(arguments.shape, dtype, arguments.device, arguments.rounds)
+        for name in arguments.only:
+            SECTIONS[name](bench)
+
+
+if __name__ == "__main__":
+    main()
