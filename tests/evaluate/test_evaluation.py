@@ -465,3 +465,5 @@ def test_the_scorer_is_the_rewards_themselves() -> None:
         done = evaluate(make_engine(), problems(), tokenizer, SETTINGS, rewards)
     assert done.summary.conditions.reward == "chain"
     assert done.summary.accuracy.value == 0  # a random model
+    for share in (done.summary.accuracy, done.summary.pass_at[3]):
+        assert (share.low, share.high) == (0, pytest.approx(1 - 0.025 ** (1 / 8)))  # which is not certain
