@@ -13,7 +13,7 @@ from tstar.errors import UserError
 from tstar.model.attention.store import KVStore, gather_limits
 from tstar.model.config import ModelConfig
 
-BYTES_PER_LOGIT = 24
+BYTES_PER_LOGIT = 32
 """A logit, its exponential in fp32, and what sorting and filtering copy."""
 MAX_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits of one portion: full matmul speed, and on the CPU not much more than its cache."""
