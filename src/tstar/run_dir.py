@@ -129,8 +129,16 @@ class RunDir:
             cause = error.__cause__ if isinstance(error, UserError) else error
             if not isinstance(cause, OSError | SafetensorError):
                 raise
-            raise UserError(f"{target}: {self._describe_failure(cause)}") from error
+            raise UserError(f"{target}: the checkpoint {self._describe_failure(cause)}") from error
         return target
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Say what to do where a file of the run cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{path}: {self._describe_failure(error)}") from error
 
     def prune(self, keep: Collection[int]) -> None:
         """Remove every checkpoint but these."""
@@ -147,8 +155,8 @@ class RunDir:
         reason = getattr(cause, "strerror", None) or str(cause)
         free = shutil.disk_usage(self.path).free / 2**30
         latest = self.latest_checkpoint
-        kept = "there is none before it" if latest is None else f"{self.checkpoint_path(latest)} is whole"
+        kept = "there is no checkpoint" if latest is None else f"{self.checkpoint_path(latest)} is whole"
         return (
-            f"the checkpoint could not be written ({reason}; {free:.1f} GiB are free); {kept}; "
+            f"could not be written ({reason}; {free:.1f} GiB are free); {kept}; "
             f"make room, then go on with --resume {self.path}"
         )

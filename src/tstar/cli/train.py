@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,21 +111,27 @@ def _train(config: RunConfig | None, directory: Path) -> int:
     from tstar import experiment
     from tstar.cli.watch import watching
     from tstar.curriculum import InterruptedRunError
+    from tstar.experiment.run import ignore_event
+    from tstar.parallel import joined
 
     settings = config or experiment.open_run(directory)[1]
-    with experiment.Interrupts().listening() as interrupts, watching(settings, directory) as on_event:
+    with (
+        experiment.Interrupts().listening() as interrupts,
+        joined(settings.device) as parallel,
+        watching(settings, directory) if parallel.is_main else nullcontext(ignore_event) as on_event,
+    ):
         watch: Watch = experiment.Watch(on_event, interrupts.check)
         try:
             end: Progress = (
-                experiment.resume(directory, watch)
+                experiment.resume(directory, watch, parallel)
                 if config is None
-                else experiment.start(config, directory, watch)
+                else experiment.start(config, directory, watch, parallel)
             )
         except InterruptedRunError:
             interrupted = True
         else:
             interrupted = False
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, quiet=not parallel.is_main)
     if interrupted:
         console.print(f"interrupted and saved; tstar train --resume {directory} goes on")
         return INTERRUPTED

@@ -85,7 +85,7 @@ def evaluate(
         write_evaluation(run.evaluations / "000040-b8", evaluation)
     """
     kept = kept or Kept()
-    requests = _requests(problems, tokenizer, settings)
+    requests = requests_of(problems, tokenizer, settings)
     trajectories, seconds = _decode(engine, problems, requests, settings.num_samples, kept, on_progress)
     responses, num_failures = _judge(problems, tokenizer, trajectories, settings.num_samples, scorer)
     conditions = conditions_of(engine, problems, settings, scorer, provenance)
@@ -117,7 +117,7 @@ def prompts_of(
     return [np.array(ids, dtype=np.int64) for ids in rendered]
 
 
-def _requests(
+def requests_of(
     problems: ProblemSet, tokenizer: transformers.PreTrainedTokenizerBase, settings: EvalSettings
 ) -> list[Request]:
     """In the order of (problem, sample): samples of a problem share its prompt's keys and values."""

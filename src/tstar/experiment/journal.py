@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from tstar.run_dir import RunDir
 from tstar.tracking import Tracking
 
 OnEvent = Callable[[str, int, Mapping[str, object], Mapping[str, float]], object]
@@ -13,8 +14,8 @@ OnEvent = Callable[[str, int, Mapping[str, object], Mapping[str, float]], object
 class Journal:
     """Takes every event of a run."""
 
-    def __init__(self, tracking: Tracking, on_event: OnEvent) -> None:
-        self._tracking, self._on_event = tracking, on_event
+    def __init__(self, run: RunDir, tracking: Tracking, on_event: OnEvent) -> None:
+        self._run, self._tracking, self._on_event = run, tracking, on_event
 
     @property
     def offset(self) -> int:
@@ -28,7 +29,8 @@ class Journal:
         record: Mapping[str, object],
         time: Mapping[str, float] | None = None,
     ) -> None:
-        self._tracking.log(event, update_step, record, **(time or {}))
+        with self._run.writing(self._run.metrics):
+            self._tracking.log(event, update_step, record, **(time or {}))
         self._on_event(event, update_step, record, time or {})
 
     def show(self, event: str, update_step: int, record: Mapping[str, object]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +17,11 @@ from tstar.data import ProblemSet, ProblemSource, prompt_template
 from tstar.engine.memory import free_bytes
 from tstar.errors import UserError
 from tstar.experiment.journal import Journal, OnEvent
-from tstar.experiment.local import OneProcess
+from tstar.experiment.local import OneProcess, Workforce
 from tstar.experiment.policy import Policy
+from tstar.experiment.team import SilentJournal, Team
 from tstar.experiment.world import Problems, RunWorld, Tools, read_state
+from tstar.parallel import ALONE, Parallel
 from tstar.rewards import Rewards
 from tstar.run_dir import CONFIG_FILE, RunDir
 from tstar.tasks import open_problem_set, open_problems
@@ -45,20 +47,33 @@ class Watch:
     """Called often; raises InterruptedRunError to end the run."""
 
 
-def start(config: RunConfig, directory: Path, watch: Watch | None = None) -> Progress:
-    """A new run, to its end; its directory appears once model and data are there."""
-    config = resolved(config)
-    policy, problems = Policy(config), open_training(config)
-    run = RunDir.create(directory, to_yaml(config))
-    with run.locked():
-        return _train(run, config, policy, problems, watch or Watch())
+def start(
+    config: RunConfig, directory: Path, watch: Watch | None = None, parallel: Parallel = ALONE
+) -> Progress:
+    """A new run, to its end; its directory appears once model and data are there.
+
+    parallel: the processes that do this together; all call it alike."""
+    config = parallel.on_main(lambda: resolved(config, parallel.local_world_size))
+    policy, problems = Policy(config, parallel), open_training(config)
+    run = parallel.on_main(lambda: RunDir.create(directory, to_yaml(config)))
+    with _locked(run, parallel):
+        return _train(run, config, policy, problems, watch or Watch(), parallel)
 
 
-def resume(directory: Path, watch: Watch | None = None) -> Progress:
-    """A run from its latest checkpoint, or from its beginning, to its end."""
+def resume(directory: Path, watch: Watch | None = None, parallel: Parallel = ALONE) -> Progress:
+    """A run from its latest checkpoint, or from its beginning, to its end; in as many processes as now."""
     run, config = open_run(directory)
-    with run.locked():
-        return _train(run, config, Policy(config), open_training(config), watch or Watch())
+    with _locked(run, parallel):
+        policy, problems = Policy(config, parallel), open_training(config)
+        return _train(run, config, policy, problems, watch or Watch(), parallel)
+
+
+@contextmanager
+def _locked(run: RunDir, parallel: Parallel) -> Iterator[None]:
+    """One process holds the lock, for all."""
+    with ExitStack() as held:
+        parallel.on_main(lambda: held.enter_context(run.locked()))
+        yield
 
 
 def open_run(directory: Path) -> tuple[RunDir, RunConfig]:
@@ -88,12 +103,13 @@ def open_training(config: RunConfig) -> Problems:
     return Problems(training, held_out)
 
 
-def resolved(config: RunConfig) -> RunConfig:
+def resolved(config: RunConfig, processes_per_machine: int = 1) -> RunConfig:
     """With everything that depends on the machine or the working directory settled for good."""
     memory = config.engine.memory
     if isinstance(memory, float):
         is_cuda = config.device != "cpu" and torch.cuda.is_available()
-        memory = int(memory * free_bytes(torch.device("cuda" if is_cuda else "cpu")))
+        free = free_bytes(torch.device("cuda" if is_cuda else "cpu"))
+        memory = int(memory * free / (1 if is_cuda else processes_per_machine))
     engine = replace(config.engine, memory=memory)
     return replace(config, model=config.model.resolve(), engine=engine)
 
@@ -101,7 +117,9 @@ def resolved(config: RunConfig) -> RunConfig:
 # -- private -----------------------------------------------------------------------------------
 
 
-def _train(run: RunDir, config: RunConfig, policy: Policy, problems: Problems, watch: Watch) -> Progress:
+def _train(
+    run: RunDir, config: RunConfig, policy: Policy, problems: Problems, watch: Watch, parallel: Parallel
+) -> Progress:
     """Go on from the latest checkpoint. Raises InterruptedRunError when what was done is saved."""
     with ExitStack() as opened:
         latest = run.latest_checkpoint
@@ -109,12 +127,12 @@ def _train(run: RunDir, config: RunConfig, policy: Policy, problems: Problems, w
         if latest is not None:
             state = read_state(run.checkpoint_path(latest))
             offset, begin = state["metrics_offset"], Progress.from_record(state["progress"])
-        file = opened.enter_context(closing(MetricsFile(run.metrics)))
-        file.truncate(offset)
-        journal = Journal(
-            opened.enter_context(closing(_start_tracking(run, config, file, begin.update_step))),
-            watch.on_event,
-        )
+        journal: Journal = SilentJournal()
+        if parallel.is_main:
+            file = opened.enter_context(closing(MetricsFile(run.metrics)))
+            file.truncate(offset)
+            tracking = _start_tracking(run, config, file, begin.update_step)
+            journal = Journal(run, opened.enter_context(closing(tracking)), watch.on_event)
         scorer = opened.enter_context(
             Rewards(
                 config.reward_terms,
@@ -123,7 +141,8 @@ def _train(run: RunDir, config: RunConfig, policy: Policy, problems: Problems, w
                 memory_limit=config.rewards.memory_limit_mb << 20,
             )
         )
-        tools = Tools(scorer, OneProcess(), journal, watch.check_interrupt)
+        workforce: Workforce = OneProcess() if parallel.is_alone else Team(parallel)
+        tools = Tools(scorer, workforce, journal, watch.check_interrupt)
         world = RunWorld(config, run, policy, problems, tools)
         if latest is not None:
             begin = world.load(latest)

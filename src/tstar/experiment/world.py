@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from tstar.errors import UserError
 from tstar.evaluate import (
     EvalSettings,
     Evaluation,
+    Kept,
     Provenance,
     Scorer,
     describe_policy,
     evaluate,
+    requests_of,
     write_evaluation,
 )
 from tstar.experiment import rollouts
@@ -66,8 +68,9 @@ class RunWorld:
         self, config: RunConfig, run: RunDir, policy: Policy, problems: Problems, tools: Tools
     ) -> None:
         self.config, self.run, self.policy, self.problems = config, run, policy, problems
-        self.check_interrupt = tools.check_interrupt
-        self._scorer, self._workforce, self._journal = tools.scorer, tools.workforce, tools.journal
+        self._check_here = tools.check_interrupt
+        self._workforce, self._journal = tools.workforce, tools.journal
+        self._scorer = tools.workforce.scorer(tools.scorer)
         self._asking = Asking(
             policy.tokenizer,
             problems.training.prompt,
@@ -95,8 +98,11 @@ class RunWorld:
         )
         groups = self._answer(problems, requests, self._asking, progress, "sample")
         self._sampled = groups if progress.passes_done == 0 else (*self._sampled, *groups)
-        rollouts.write_groups(self._rollout_file(progress), self._sampled)
-        rollouts.prune(self.run.rollouts, self.config.rollout.max_stored_mb * 1e6)
+        if self._workforce.is_writer:
+            file = self._rollout_file(progress)
+            with self.run.writing(file):
+                rollouts.write_groups(file, self._sampled)
+            rollouts.prune(self.run.rollouts, self.config.rollout.max_stored_mb * 1e6)
         return groups
 
     def recall(self, stage: Stage, progress: Progress) -> Sequence[Group]:  # noqa: ARG002
@@ -173,7 +179,8 @@ class RunWorld:
     def leave(self, stage: Stage, progress: Progress) -> None:
         best = progress.stage_best
         if best is not None:
-            self._export(best.update_step, self.run.path / "stages" / f"b{stage.block_size}")
+            directory = self.run.path / "stages" / f"b{stage.block_size}"
+            self._workforce.on_writer(lambda: self._export(best.update_step, directory))
 
     def roll_back(self, stage: Stage, progress: Progress, target: Best) -> None:  # noqa: ARG002
         self.policy.load(self.run.checkpoint_path(target.update_step))
@@ -191,6 +198,9 @@ class RunWorld:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, progress: Progress) -> None:
+        self._workforce.on_writer(lambda: self._save(progress))
+
+    def _save(self, progress: Progress) -> None:
         state = {"progress": progress.to_record(), "metrics_offset": self._journal.offset}
 
         def fill(directory: Path) -> None:
@@ -211,8 +221,12 @@ class RunWorld:
             self.policy.block_size = self.config.stages[progress.stage].block_size
         if progress.passes_done:
             self._sampled = rollouts.read_groups(directory / PENDING, self.draw(progress.update_step))
-        self._tidy(progress)
+        self._workforce.on_writer(lambda: self._tidy(progress))
         return progress
+
+    def check_interrupt(self) -> None:
+        """Raise InterruptedRunError if somebody asked for it."""
+        self._workforce.check_interrupt(self._check_here)
 
     def _tidy(self, progress: Progress) -> None:
         """Export the best, and drop the checkpoints that nobody will ask for."""
@@ -255,7 +269,7 @@ class RunWorld:
 
     def _generate(self, requests: Sequence[Request], progress: Progress, phase: str) -> list[Trajectory]:
         def on_finished(num_responses: int, num_tokens: int) -> None:
-            self.check_interrupt()
+            self._check_here()
             done = {"phase": phase, "done": num_responses, "total": len(requests), "tokens": num_tokens}
             self._journal.show("phase", progress.update_step, done)
 
@@ -279,12 +293,10 @@ class RunWorld:
         settings = EvalSettings(stage.standard, sampling, validation.num_samples, self.config.seed)
         directory = self.run.evaluations / f"{progress.update_step:06}-b{stage.block_size}{suffix}"
 
-        def on_progress(done: Any) -> None:
-            self.check_interrupt()
-            record = {"phase": "evaluate", "done": done.num_finished, "total": done.num_responses}
-            self._journal.show("phase", progress.update_step, record)
-
-        self.check_interrupt()
+        requests = requests_of(self.problems.validation, self.policy.tokenizer, settings)
+        began = time.perf_counter()
+        trajectories = self._generate(requests, progress, "evaluate")
+        decoded = {r.seed: t for r, t in zip(requests, trajectories, strict=True)}
         evaluation = evaluate(
             self.policy.make_engine(progress.update_step),
             self.problems.validation,
@@ -292,10 +304,10 @@ class RunWorld:
             settings,
             self._scorer,
             provenance=Provenance(model=str(self.run.path), update_step=progress.update_step),
-            on_progress=on_progress,
+            kept=Kept(decoded, time.perf_counter() - began),
         )
         self.check_interrupt()
-        write_evaluation(directory, evaluation)
+        self._workforce.on_writer(lambda: write_evaluation(directory, evaluation))
         return evaluation
 
     def _cold_start(self, stage: Stage, progress: Progress) -> None:
@@ -315,6 +327,7 @@ class RunWorld:
         groups = self._answer(problems, requests, asking, progress, "cold start")
         answers = [rollout for group in groups for rollout in group.rollouts]
         report = learn_from(self.policy, cold_start, answers, stage.standard, seed, self.check_interrupt)
+        self._workforce.share_weights(list(self.policy.model.parameters()))
         if report.num_correct == 0:
             raise UserError(
                 f"curriculum.cold_start: none of {report.num_responses} responses is correct and finished: "
@@ -374,6 +387,4 @@ def _numbers(summary: Any) -> dict[str, float]:
 
 
 def _fields(policy: UnmaskPolicy) -> dict[str, Any]:
-    from dataclasses import fields
-
     return {f.name: getattr(policy, f.name) for f in fields(UnmaskPolicy)}

@@ -161,7 +161,9 @@ def launched() -> bool:
 
 @contextmanager
 def joined(
-    device: Literal["cpu", "cuda"] = "cpu", reduction: Reduction | None = None, timeout: timedelta = TIMEOUT
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    reduction: Reduction | None = None,
+    timeout: timedelta = TIMEOUT,
 ) -> Iterator[Parallel]:
     """Join the other processes for as long as the block lasts; alone where nobody launched any.
 
@@ -171,11 +173,12 @@ def joined(
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device == "cuda":
+    has_gpu = device != "cpu" and torch.cuda.is_available()
+    if has_gpu:
         torch.cuda.set_device(local_rank)
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
         store=PrefixStore("tstar", store),
         rank=rank,
         world_size=world_size,
@@ -187,7 +190,7 @@ def joined(
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            reduction=reduction or ("sum" if device == "cuda" else "ordered"),
+            reduction=reduction or ("sum" if has_gpu else "ordered"),
             store=PrefixStore("work", store),
         )
     finally:

@@ -30,3 +30,12 @@ class WorkQueue:
         assert store is not None
         with self.parallel.naming_the_lost():
             store.add(self.name, self.count)
+            store.add(f"{self.name} closed", 1)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether somebody closed it."""
+        store = self.parallel.store
+        assert store is not None
+        with self.parallel.naming_the_lost():
+            return store.add(f"{self.name} closed", 0) > 0

@@ -1,0 +1,32 @@
+"""Checkpoints that every process writes its part of, and any number of processes reads.
+
+PyTorch's distributed checkpoint (DCP) in safetensors files: no pickle, and a shard per process. A model
+directory as the Hub has it is made of one by filling a whole model from it, in one process, and saving that
+(`tstar.model.checkpoint.save_model`): experts are stacked in memory and single on the Hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from tstar.parallel.processes import Parallel
+
+
+def save_sharded(state: Mapping[str, Tensor], directory: Path, parallel: Parallel) -> None:
+    """Write named tensors, sharded or whole; every process calls it with its part."""
+    with parallel.naming_the_lost():
+        writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+        save(dict(state), storage_writer=writer, no_dist=parallel.is_alone)
+
+
+def load_sharded(state: Mapping[str, Tensor], directory: Path, parallel: Parallel) -> None:
+    """Fill these tensors in place from a checkpoint that any number of processes wrote."""
+    with parallel.naming_the_lost():
+        reader = HuggingFaceStorageReader(str(directory))
+        load(dict(state), storage_reader=reader, no_dist=parallel.is_alone)
