@@ -358,9 +358,9 @@ function scheduleTable(name, setting) {
   const sizes = [...new Set(scores.map((s) => s.block_size))].sort((a, b) => (a === 1 ? -1 : b === 1 ? 1 : b - a));
   const k = scores[0].num_samples;
   const bodies = sizes.map((size) => [el("tr", { class: "group" }, el("th", { colspan: 4, scope: "rowgroup" }, size === 1 ? "One token a step" : `B = ${size}`)),
-    ...scores.filter((s) => s.block_size === size).map((s) => [s.num_evaluations > 1 ? [named(s.method), ` (${s.num_evaluations} runs)`] : named(s.method),
+    ...scores.filter((s) => s.block_size === size).map((s) => [s.num_evaluations > 1 ? [named(s.method), el("span", { class: "low", title: `mean of ${s.num_evaluations} evaluations` }, ` ×${s.num_evaluations}`)] : named(s.method),
       asNumber(3)(s.local_strict), asPercent(s.accuracy), asNumber(2)(s.tokens_per_forward)])]);
-  return captioned(`LocalStrict, accuracy, tokens per forward, ${name}`, [el("b", {}, "LocalStrict, accuracy, tokens per forward. "), `${name}; ${scores[0].num_problems} problems, 95 % intervals.`],
+  return captioned(`LocalStrict, accuracy, tokens per forward, ${name}`, [el("b", {}, "LocalStrict, accuracy, tokens per forward. "), `${name}; ${scores[0].num_problems} problems, 95 % intervals${scores.some((s) => s.num_evaluations > 1) ? "; ×n: mean of n evaluations" : ""}.`],
     table(["Method", "LocalStrict", `avg@${k} %`, "TPF"], bodies));
 }
 
