@@ -41,12 +41,7 @@ class RunDir:
     @classmethod
     def create(cls, path: Path, config_yaml: str) -> RunDir:
         """A new run with its resolved configuration."""
-        if (path / CONFIG_FILE).exists():
-            raise UserError(
-                f"{path}: is a run already; go on with --resume {path}, or choose another directory"
-            )
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path}: exists and is not empty; choose another directory")
+        cls.check_free(path)
         try:
             for directory in (path, path / "rollouts", path / "checkpoints", path / "eval"):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -56,6 +51,16 @@ class RunDir:
                 f"{path}: no run can be made here ({error.strerror}); choose another directory"
             ) from error
         return cls(path)
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Refuse a directory that something else is in."""
+        if (path / CONFIG_FILE).exists():
+            raise UserError(
+                f"{path}: is a run already; go on with --resume {path}, or choose another directory"
+            )
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path}: exists and is not empty; choose another directory")
 
     @classmethod
     def open(cls, path: Path) -> RunDir:

@@ -1,7 +1,9 @@
 """Runs a run and kills it with SIGKILL on the way, at given points or random moments, until it is done.
 
     python crash.py CONFIG.yaml RUN POINT...     each POINT ends one process; the last one goes to the end
-    python crash.py CONFIG.yaml RUN --random N   N processes, each killed after a random while
+    python crash.py CONFIG.yaml RUN --random N SECONDS SEED
+                                                 N processes, each killed a random while of at most SECONDS
+                                                 after it began to work; says where each was
 
 A point is WHERE:N, the Nth time that something happens in a process: ``sample`` and ``evaluate`` (a
 response has come to its end), ``step`` (an optimizer step begins), ``stepped`` (has been done),
@@ -19,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -35,12 +38,16 @@ from tstar.tracking import MetricsFile, to_line  # noqa: E402
 class Killer:
     """Ends this process the Nth time that it is somewhere."""
 
-    def __init__(self, point: str) -> None:
+    def __init__(self, point: str, report: int | None = None) -> None:
+        """report: a file descriptor that is told where the process is."""
         self.where, _, number = point.partition(":")
         self.number = int(number or 1)
+        self.report = report
         self.seen: Counter[str] = Counter()
 
     def is_due(self, where: str) -> bool:
+        if self.report is not None:
+            os.write(self.report, f"{where}\n".encode())
         self.seen[where] += 1
         return where == self.where and self.seen[where] == self.number
 
@@ -49,6 +56,8 @@ class Killer:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_event(self, event: str, _step: int, record: Mapping[str, object], _time: object) -> None:
+        if event == "begin":
+            self.pass_by("begin")
         if event == "phase" and "done" in record:
             self.pass_by(str(record["phase"]))
 
@@ -67,6 +76,7 @@ def set_traps(killer: Killer) -> None:
     def trapped_save(*arguments: object) -> None:
         killer.pass_by("checkpoint")
         save_file(*arguments)  # type: ignore[arg-type]
+        killer.is_due("half a checkpoint")
 
     def trapped_tidy(self: world.RunWorld, progress: object) -> None:
         killer.pass_by("saved")
@@ -94,8 +104,8 @@ def go_on(config: Path, run: Path, killer: Killer) -> None:
         experiment.start(load_config(str(config)), run, watch)
 
 
-def in_child(work: Callable[[], None], seconds: float | None = None) -> int:
-    """Fork, do it there, kill it after a while; its wait status."""
+def in_child(work: Callable[[], None]) -> int:
+    """Fork, and do it there; the child's id."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -105,30 +115,49 @@ def in_child(work: Callable[[], None], seconds: float | None = None) -> int:
         finally:
             sys.stderr.flush()
             os._exit(code)
-    if seconds is not None:
-        time.sleep(seconds)
+    return child
+
+
+def kill_at_random(config: Path, run: Path, num_kills: int, longest: float, seed: int) -> None:
+    """Processes that are killed at random moments; ends early if one comes to the end of the run."""
+    draw = random.Random(seed)
+    for number in range(num_kills):
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        child = in_child(lambda writer=writer: go_on(config, run, Killer("", writer)))  # type: ignore[misc]
+        os.close(writer)
+        places = ""
+        deadline = None
+        while deadline is None or time.monotonic() < deadline:
+            time.sleep(0.002)
+            with suppress(BlockingIOError):
+                places += os.read(reader, 1 << 16).decode()
+            if deadline is None and places:
+                deadline = time.monotonic() + draw.uniform(0, longest)
+            if os.waitpid(child, os.WNOHANG)[0]:
+                sys.stdout.write(f"came to the end after {number} kills\n")
+                return
         os.kill(child, signal.SIGKILL)
-    return os.waitpid(child, 0)[1]
+        os.waitpid(child, 0)
+        with suppress(BlockingIOError):
+            places += os.read(reader, 1 << 16).decode()
+        os.close(reader)
+        sys.stdout.write(f"kill {number + 1}: after {places.split()[-1]!r}\n")
+        sys.stdout.flush()
 
 
 def main(config: str, run: str, *points: str) -> int:
+    whole = (Path(config), Path(run))
     if points[:1] == ("--random",):
-        began = time.monotonic()
-        draw = random.Random(int(points[2]) if len(points) > 2 else None)
-        killed = 0
-        while killed < int(points[1]):
-            status = in_child(lambda: go_on(Path(config), Path(run), Killer("")), draw.uniform(0.1, 2.5))
-            killed += os.WIFSIGNALED(status)
-            if not os.WIFSIGNALED(status):
-                sys.stdout.write(f"done after {killed} kills, {time.monotonic() - began:.0f} s\n")
-                return status
+        kill_at_random(*whole, int(points[1]), float(points[2]), int(points[3]))
         points = ()
     for point in points:
-        status = in_child(lambda point=point: go_on(Path(config), Path(run), Killer(point)))  # type: ignore[misc]
+        child = in_child(lambda point=point: go_on(*whole, Killer(point)))  # type: ignore[misc]
+        status = os.waitpid(child, 0)[1]
         if not os.WIFSIGNALED(status):
             sys.stderr.write(f"{point}: never came there (status {status})\n")
             return 1
-    return in_child(lambda: go_on(Path(config), Path(run), Killer("")))
+    return os.waitpid(in_child(lambda: go_on(*whole, Killer(""))), 0)[1]
 
 
 if __name__ == "__main__":

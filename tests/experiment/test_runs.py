@@ -25,7 +25,6 @@ from tstar.curriculum import InterruptedRunError
 from tstar.errors import UserError
 from tstar.evaluate import read_evaluation
 from tstar.experiment import Interrupts, Watch, open_run
-from tstar.experiment import run as run_module
 from tstar.model.checkpoint import load_config, load_model
 from tstar.optimizer import NonFiniteGradientError
 from tstar.run_dir import RunDir
@@ -369,6 +368,21 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(base: Path, whole: Path, tm
     assert_same_run(whole, tmp_path / "run")
 
 
+def test_what_else_cannot_be_written_is_said_too(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tstar.experiment.rollouts.write_groups", refuse)
+    with pytest.raises(UserError, match=r"000001.jsonl.gz: could not be written \(No space left .* --resume"):
+        finish(tmp_path / "rollouts", tiny_config(base))
+    monkeypatch.undo()
+    monkeypatch.setattr("tstar.tracking.MetricsFile.append", refuse)
+    with pytest.raises(UserError, match=r"metrics.jsonl: could not be written .* there is no checkpoint"):
+        finish(tmp_path / "metrics", tiny_config(base))
+
+
 def test_rollouts_stay_within_their_limit(base: Path, tmp_path: Path) -> None:
     finish(tmp_path / "run", tiny_config(base, "rollout.max_stored_mb=0.004"))
     files = sorted((tmp_path / "run" / "rollouts").iterdir())
@@ -412,7 +426,3 @@ def test_dashboards_see_every_event(base: Path, tmp_path: Path, monkeypatch: pyt
 def test_a_dashboard_that_is_not_installed_is_named(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"trackio is not installed; pip install 'tstar\[trackio\]'"):
         finish(tmp_path / "run", tiny_config(base, "tracking.trackers=[trackio]"))
-
-
-def test_run_module_has_a_default_watch() -> None:
-    assert run_module.never() is None

@@ -53,6 +53,7 @@ def start(
     """A new run, to its end; its directory appears once model and data are there.
 
     parallel: the processes that do this together; all call it alike."""
+    parallel.on_main(lambda: RunDir.check_free(directory))  # before anything large is read
     config = parallel.on_main(lambda: resolved(config, parallel.local_world_size))
     policy, problems = Policy(config, parallel), open_training(config)
     run = parallel.on_main(lambda: RunDir.create(directory, to_yaml(config)))
