@@ -128,7 +128,7 @@ def test_masks_are_seen_where_they_are(console: Console) -> None:
     view.unmask(unmask(0, {2: 10}), 0.1)
     frame = plain(written(console))
     assert f"PROMPT {MASK}{MASK}日本{MASK}" in frame
-    assert "block 1 · 1 tokens" in frame
+    assert "block 1 · 1 token " in frame
     assert f"{MASK} " not in frame  # the next block is not drawn yet
     view.close()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tstar.trajectory import Trajectory
 
 MASK = "░"
-COLOURS = ("color(81)", "color(78)", "color(148)", "color(220)", "color(208)", "color(203)", "color(170)")
+COLOURS = tuple(f"color({number})" for number in (81, 78, 148, 220, 208, 203, 170, 99))
 """Of tokens, from the first step of a block to the last that it may take."""
 _FRAME_SECONDS = 1 / 30
 _BIDI_CONTROLS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufeff")
@@ -210,7 +210,8 @@ class DenoisingView:
     def _figures(self, seconds: float) -> str:
         steps = max(self._num_steps, 1)
         return (
-            f"block {self._block.index + 1} · {self._num_tokens} tokens · {self._num_steps} forwards · "
+            f"block {self._block.index + 1} · {_count(self._num_tokens, 'token')} · "
+            f"{_count(self._num_steps, 'forward')} · "
             f"TPF {self._num_tokens / steps:.2f} · {self._num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
         )
 
@@ -223,12 +224,16 @@ def colour(step_in_block: int, block_length: int) -> str:
 def legend(block_size: int) -> Text:
     """What the colours mean."""
     text = Text("step in block: ", style="dim")
-    if block_size <= len(COLOURS) + 1:
+    if block_size <= len(COLOURS):
         for step in range(block_size):
             text.append(f"■ {step + 1}  ", style=colour(step, block_size))
     else:
         text.append("first ").append_text(Text.assemble(*(("■", c) for c in COLOURS))).append(" last  ")
     return text.append(f"{MASK} masked", style="dim")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _without_end(line: Text) -> Text:
