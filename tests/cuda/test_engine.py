@@ -54,7 +54,7 @@ def test_decodes_as_on_the_cpu() -> None:
         make_request(rule, int(rng.integers(1, 150)), i, max_tokens=1 + i % 40)
         for i, rule in enumerate(rules)
     ]
-    settings = {"num_pages": 150, "max_requests": 13, "max_forward_tokens": 600}
+    settings = {"num_pages": 400, "max_requests": 13, "max_forward_tokens": 512}
     expected = make_engine(on_cpu, **settings).generate(requests)
     got = make_engine(on_gpu, **settings).generate(requests)
     assert share_of_equals(got, expected) >= 0.9

@@ -82,7 +82,7 @@ def test_one_batch_of_everything(model: LanguageModel) -> None:
         )
         for i in numbers
     ]
-    engine = make_engine(model, num_pages=150, max_requests=13, max_forward_tokens=600)
+    engine = make_engine(model, num_pages=400, max_requests=13, max_forward_tokens=512)
     got = engine.generate(requests)
     assert_all_same(got, [reference.generate(model, request) for request in requests])
     assert any(t.forwards.prefill > 0 for t in got)

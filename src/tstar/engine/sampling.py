@@ -116,11 +116,11 @@ def _read_portion(
     logits: Float[Tensor, "reads vocab"], draws: Draws, out: Float64[Tensor, "reads 4"]
 ) -> None:
     """`read_distribution` of one portion; writes over the logits."""
-    highest = _run_reduce(logits, "max").amax(-1, keepdim=True)
     if logits.dtype in (torch.bfloat16, torch.float16):
-        weights = torch.sub(logits, highest.float())
-    else:
-        weights = logits.sub_(highest)
+        logits = logits.float()  # everything below is several times slower in 16 bits on a CPU
+    of_runs = _run_reduce(logits, "max")
+    likeliest = _likeliest(logits, of_runs)
+    weights = logits.sub_(of_runs.amax(-1, keepdim=True))
     if draws.temperatures is not None:
         weights *= (1.0 / draws.temperatures)[:, None].to(weights.dtype)
     weights.exp_()  # over their sum: probabilities; the likeliest token's is 1
@@ -129,9 +129,9 @@ def _read_portion(
     out[:, 2] = -log_total
     out[:, 3] = _entropy(weights, log_total) if draws.wants_entropy else 0.0
 
-    tokens = _draw(weights, sums, draws) if draws.uniforms is not None else _likeliest(weights)
+    tokens = likeliest if draws.uniforms is None else _draw(weights, sums, draws)
     if draws.is_greedy is not None:
-        tokens = torch.where(draws.is_greedy > 0, _likeliest(weights), tokens)
+        tokens = torch.where(draws.is_greedy > 0, likeliest, tokens)
     out[:, 0] = tokens
     out[:, 1] = weights.gather(1, tokens[:, None])[:, 0].double().log() - log_total
 
@@ -199,12 +199,13 @@ def _nucleus(
     return least
 
 
-def _likeliest(weights: Float[Tensor, "reads vocab"]) -> Int64[Tensor, " reads"]:
-    """argmax, the left one of equals: first the run, then the token in it."""
-    run = _run_reduce(weights, "max").argmax(-1)
-    inside = run[:, None] * RUN_LENGTH + torch.arange(RUN_LENGTH, device=weights.device)
-    inside = inside.clamp(max=weights.shape[1] - 1)
-    return inside.gather(1, weights.gather(1, inside).argmax(-1, keepdim=True))[:, 0]
+def _likeliest(
+    logits: Float[Tensor, "reads vocab"], of_runs: Float[Tensor, "reads runs"]
+) -> Int64[Tensor, " reads"]:
+    """argmax, the left one of equals: first the run by its maximum, then the token in it."""
+    inside = of_runs.argmax(-1)[:, None] * RUN_LENGTH + torch.arange(RUN_LENGTH, device=logits.device)
+    inside = inside.clamp(max=logits.shape[1] - 1)
+    return inside.gather(1, logits.gather(1, inside).argmax(-1, keepdim=True))[:, 0]
 
 
 def _run_reduce(values: Float[Tensor, "reads vocab"], how: str) -> Float[Tensor, "reads runs"]:
