@@ -42,10 +42,9 @@ def test_an_experiment_is_found_whole(world_report: Report) -> None:
         ("AR", "ar"),
         ("base", "base"),
         ("TraceRL", "tracerl"),
-        ("direct-b16", "tracerl"),
-        ("direct-b8", "tracerl"),
         ("T*", "tstar"),
     ]
+    assert [world_report.methods[run.method].name for run in report.runs] == ["TraceRL", "TraceRL", "T*"]
     assert [b.block_size for b in report.validation.bases] == [4, 8, 16]
     assert {d.field for d in report.differences} == {"seed", "curriculum.block_sizes"}
 
@@ -96,7 +95,18 @@ def test_a_run_is_judged_by_its_best_checkpoint(tmp_path: Path) -> None:
         make_evaluation(run / "eval" / f"{update:06}-b8", how)
     report = build([run])
     assert [e.update_step for e in report.evaluations if e.is_selected] == [5]
-    assert methods(report) == [("tstar", "tstar")]  # named by its run
+    assert methods(report) == [("T*", "tstar")]  # named by its run
+
+
+def test_each_method_has_an_accent_of_its_own(tmp_path: Path) -> None:
+    for label in ("base", "SFT jump", "mine", "T*"):
+        make_evaluation(tmp_path / label, Evaluated(label, 8, 0.5, num_problems=1))
+    assert methods(build([tmp_path])) == [
+        ("SFT jump", "other1"),
+        ("base", "base"),
+        ("T*", "tstar"),
+        ("mine", "other2"),
+    ]
 
 
 def test_settings_are_never_mixed(tmp_path: Path) -> None:
@@ -261,6 +271,26 @@ def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     (kl,) = (p for p in report.health.panels if p.name == "kl")
     assert [x for x, _ in kl.curves[0].segments[0]] == [1, 2, 4, 5, 6]
     json.loads(to_json(report).replace("\\u0026", "&"))
+
+
+def test_passes_that_were_refused_are_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [(4, 3)])
+    refused = {"event": "train", "update_step": 2, "block_size": 4, "pass": 0, "refused": "log-probs: NaN"}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(refused) + "\n")
+    said = "run: 1 passes were not trained on (first at update 2): log-probs: NaN"
+    assert said in notices(build([run]))
+
+
+def test_a_kl_of_zero_is_drawn(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [(4, 3)])
+    kinds = {p.name: p.kind for p in build([run]).health.panels}
+    assert (kinds["kl"], kinds["ratio"]) == ("log", "log")
+    text = (run / "metrics.jsonl").read_text()
+    events = [json.loads(line) | {"kl_old": 0.0} for line in text.splitlines()]
+    write_lines(run / "metrics.jsonl", [json.dumps(e) for e in events])
+    kinds = {p.name: p.kind for p in build([run]).health.panels}
+    assert (kinds["kl"], kinds["ratio"]) == ("number", "log")
 
 
 def test_a_roll_back_begins_a_new_segment(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, str | None, str |
     notices: list[Notice] = []
     for path in found.evaluations:
         evaluation = read_evaluation(path, str(path), None, notices)
-        label, policy = (evaluation.label, evaluation.policy) if evaluation else (None, None)
-        files.append((path / "responses.jsonl", label, policy))
+        known = evaluation.record if evaluation else {}
+        files.append((path / "responses.jsonl", known.get("label") or None, known.get("policy")))
     for notice in notices:
         print(f"tstar: {notice.source}: {notice.text}", file=sys.stderr)
     files += [(file, None, None) for file in found.trajectories]
@@ -202,8 +202,8 @@ def _to_table(rows: Sequence[Row]) -> Table:
 
     table = Table(
         title="Schedules (compare rows of the same unmask policy only)",
-        caption="n: responses. strict: LocalStrict. steps: per block. distinct: schedules per response of a prompt. "
-        "conf: of tokens when unmasked, in correct and wrong responses.",
+        caption="n: responses. strict: LocalStrict. steps: per block. distinct: schedules per response of a "
+        "prompt. conf: of tokens when unmasked, in correct and wrong responses.",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )

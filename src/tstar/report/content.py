@@ -13,7 +13,7 @@ from statistics import mean
 
 from tstar.report import verdict
 from tstar.report.curves import draw_health, draw_validation
-from tstar.report.methods import Methods, number_methods
+from tstar.report.methods import Methods, name_run, number_methods
 from tstar.report.record import Difference, EvaluationView, Report, RunView, Score
 from tstar.report.schedules import ResponseSource, read_schedules
 from tstar.report.sources import (
@@ -115,9 +115,9 @@ def _setting(evaluation: EvaluationSource) -> Setting:
 
 
 def _run_label(run: RunSource, evaluations: Sequence[EvaluationSource]) -> str:
-    """The method of a run: what its evaluations call themselves, if they agree."""
+    """The method of a run: what its evaluations are called, if they agree."""
     labels = {e.label for e in evaluations if e.run == run.name}
-    return labels.pop() if len(labels) == 1 else run.name
+    return labels.pop() if len(labels) == 1 else name_run(run.name, [e.label for e in evaluations])
 
 
 def _status(run: RunSource) -> str:
@@ -161,7 +161,11 @@ def _read_evaluations(
         read = read_evaluation(path, names[path], None if run is None else names[run], notices)
         if read is not None:
             evaluations.append(read)
-    return evaluations
+    labels = [e.label for e in evaluations if e.label]
+    return [
+        e if e.label else replace(e, label=e.name if e.run is None else name_run(e.run, labels))
+        for e in evaluations
+    ]
 
 
 def _view_evaluations(

@@ -142,6 +142,10 @@ def draw_health(runs: Sequence[RunSource], notices: list[Notice]) -> Health:
             first = next(event.update_step for event in run.train if event.not_finite)
             text = f"{', '.join(names)} not finite (first at update {first}): gaps in the curves"
             notices.append(Notice(run.name, text))
+        refused = [event for event in run.train if event.refused is not None]
+        if refused:
+            text = f"{len(refused)} passes were not trained on (first at update {refused[0].update_step}): "
+            notices.append(Notice(run.name, f"{text}{refused[0].refused}"))
     panels = []
     for quantity in QUANTITIES:
         curves = []
@@ -153,9 +157,10 @@ def draw_health(runs: Sequence[RunSource], notices: list[Notice]) -> Health:
             if segments:
                 curves.append(HealthCurve(number, segments))
         if curves:
-            panels.append(
-                HealthPanel(quantity.name, quantity.title, quantity.note, quantity.kind, tuple(curves))
-            )
+            # A KL of exactly 0 is common, and has no logarithm.
+            has_log = all(y > 0 for curve in curves for segment in curve.segments for _, y in segment)
+            kind = "number" if quantity.kind == "log" and not has_log else quantity.kind
+            panels.append(HealthPanel(quantity.name, quantity.title, quantity.note, kind, tuple(curves)))
     longest = max((len(run.train) for run in runs), default=0)
     if longest > MAX_POINTS:
         notices.append(Notice("report", f"curves of more than {MAX_POINTS} updates are thinned"))
@@ -167,7 +172,7 @@ def _points(events: Sequence[TrainEvent], quantity: _Quantity) -> Iterator[Point
     values: list[float] = []
     for number, event in enumerate(events):
         value = quantity.of(event.metrics)
-        if value is not None and not (quantity.kind == "log" and value <= 0):
+        if value is not None:
             values.append(value)
         is_last = number + 1 == len(events) or events[number + 1].update_step != event.update_step
         if is_last:

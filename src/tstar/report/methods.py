@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 SLOTS = ("ar", "base", "tracerl", "tstar")
 """Accents that go by meaning, in the order of the paper's tables; the rest is first come, first served."""
+NAMES = {"ar": "AR", "base": "base", "tracerl": "TraceRL", "tstar": "T*"}
+"""What the paper calls them."""
 NUM_OTHERS = 6
 
 
@@ -30,13 +32,29 @@ class Methods:
 
 
 def number_methods(*labels: Sequence[str]) -> Methods:
-    """AR models first, then bases, direct TraceRL, T*, and whatever else there is."""
+    """AR models first, then bases, direct TraceRL, T*, and whatever else there is.
+
+    One label of a kind has its accent, the paper's own name before others; the rest are methods of their own.
+    """
     names = dict.fromkeys(name for group in labels for name in group)
-    slots = {name: guess_slot(name) for name in names}
-    others = [name for name, slot in slots.items() if slot is None]
+    slots: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: name not in NAMES.values()):
+        slot = guess_slot(name)
+        if slot is not None and slot not in slots.values():
+            slots[name] = slot
+    others = [name for name in names if name not in slots]
+    kinds = {name: guess_slot(name) for name in names}
+    ranks = {name: SLOTS.index(kind) if kind is not None else len(SLOTS) for name, kind in kinds.items()}
     slots |= {name: f"other{i % NUM_OTHERS + 1}" for i, name in enumerate(others)}
-    ranked = sorted(names, key=lambda n: SLOTS.index(s) if (s := slots[n]) in SLOTS else len(SLOTS))
-    return Methods(tuple(Method(name, slots[name] or "") for name in ranked))
+    return Methods(tuple(Method(name, slots[name]) for name in sorted(names, key=ranks.__getitem__)))
+
+
+def name_run(run: str, labels: Sequence[str]) -> str:
+    """The method of a run that says none: what others of its kind are called here, else in the paper."""
+    slot = guess_slot(run)
+    if slot is None:
+        return run
+    return next((label for label in labels if guess_slot(label) == slot), NAMES[slot])
 
 
 def guess_slot(label: str) -> str | None:

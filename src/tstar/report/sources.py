@@ -147,6 +147,8 @@ class TrainEvent:
     """Those that are finite."""
     not_finite: tuple[str, ...]
     """Names of those that are not."""
+    refused: str | None
+    """Why nothing could be trained on."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,7 @@ def _train_event(event: Mapping[str, Any]) -> TrainEvent:
         block_size=_int(event, "block_size"),
         metrics={n: v for n, v in values.items() if v is not None and math.isfinite(v)},
         not_finite=tuple(n for n, v in values.items() if v is not None and not math.isfinite(v)),
+        refused=None if event.get("refused") is None else str(event["refused"]),
     )
 
 
@@ -316,7 +319,7 @@ class EvaluationSource:
     run: str | None
     """Name of the run it was made in."""
     label: str
-    """The method."""
+    """The method; may be empty, as it is in a run's own evaluations."""
     model: str
     data: str
     block_size: int
@@ -379,7 +382,7 @@ def _evaluation(path: Path, name: str, run: str | None, record: Mapping[str, Any
         path=path,
         name=name,
         run=run,
-        label=str(record.get("label") or run or name),
+        label=str(record.get("label") or ""),
         model=str(record.get("model", "")),
         data=str(record.get("data", "")),
         block_size=_int(record, "block_size"),

@@ -62,14 +62,14 @@ const asNumber = (digits) => (value) => interval(value, (v) => v.toFixed(digits)
 
 // -- charts -------------------------------------------------------------------------------------
 
-const SHAPES = { ar: "diamond", base: "square", tracerl: "triangle", tstar: "circle", other1: "cross", other2: "diamond", other3: "square", other4: "triangle", other5: "circle", other6: "cross" };
+const SHAPES = { ar: "diamond", base: "square", tracerl: "triangle", tstar: "circle", other1: "circle", other2: "diamond", other3: "square", other4: "triangle", other5: "circle", other6: "diamond" };
 
 function dot(shape, x, y, r, full) {
   const attributes = { class: full ? "dot full" : "dot" };
   if (shape === "circle") return svg("circle", { ...attributes, cx: x, cy: y, r });
   const points = {
     square: [[-1, -1], [1, -1], [1, 1], [-1, 1]], diamond: [[0, -1.35], [1.35, 0], [0, 1.35], [-1.35, 0]],
-    triangle: [[0, -1.25], [1.2, 0.95], [-1.2, 0.95]], cross: [[-1, -0.35], [1, -0.35], [1, 0.35], [-1, 0.35]],
+    triangle: [[0, -1.25], [1.2, 0.95], [-1.2, 0.95]],
   }[shape] || [[-1, -1], [1, -1], [1, 1], [-1, 1]];
   return svg("polygon", { ...attributes, points: points.map(([a, b]) => `${x + r * a},${y + r * b}`).join(" ") });
 }
@@ -483,7 +483,7 @@ function drawCase() {
     state.caseRight = options(right, sources, state.caseRight ?? (partner || sources.find(([s]) => s !== state.caseLeft) || sources[0])[0]);
     showQuestion(asked, +problem.value);
     const sizes = [...new Set(chosen().map((r) => report.schedules[r.figure].block_size))].sort((a, b) => a - b);
-    body.replaceChildren(...sizes.map((size) => caseRow(size, chosen(), [state.caseLeft, state.caseRight])).filter(Boolean));
+    body.replaceChildren(...sizes.map((size) => caseRow(size, chosen(), [...new Set([state.caseLeft, state.caseRight])])).filter(Boolean));
   };
   const pick = (sources, slots) => {
     for (const slot of slots) { const found = sources.find(([s]) => responses.some((r) => sourceOf(r) === s && method(report.schedules[r.figure].method).slot === slot)); if (found) return found[0]; }
