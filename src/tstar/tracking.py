@@ -119,9 +119,19 @@ def start_tracker(
 
     first_update_step: what the dashboard shows from here on is to be replaced.
     """
+    module = require_installed(name)
     if name == "tensorboard":
-        return _TensorBoard(run / "tensorboard", first_update_step)
-    return _Wandb(_import(name), run, project, config)
+        return _TensorBoard(module, run / "tensorboard", first_update_step)
+    return _Wandb(module, run, project, config)
+
+
+def require_installed(name: TrackerName) -> ModuleType:
+    """A dashboard's package."""
+    module = "torch.utils.tensorboard" if name == "tensorboard" else name
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"tracking.trackers: {name} is not installed; pip install 'tstar[{name}]'") from error
 
 
 def run_id(run: Path) -> str:
@@ -152,8 +162,7 @@ class _Wandb:
 
 
 class _TensorBoard:
-    def __init__(self, directory: Path, first_update_step: int) -> None:
-        module = _import("torch.utils.tensorboard", package="tensorboard")
+    def __init__(self, module: ModuleType, directory: Path, first_update_step: int) -> None:
         self._writer = module.SummaryWriter(str(directory), purge_step=first_update_step)
 
     def log(self, update_step: int, metrics: Mapping[str, float]) -> None:
@@ -162,13 +171,3 @@ class _TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _import(module: str, package: str | None = None) -> ModuleType:
-    package = package or module
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"tracking.trackers: {package} is not installed; pip install 'tstar[{package}]'"
-        ) from error

@@ -336,6 +336,9 @@ def test_nothing_is_begun_with_a_model_or_data_that_is_not_there(base: Path, tmp
         (f"model={tmp_path / 'none'}", "no such directory"),
         ("validation.source=none.jsonl", "none.jsonl"),
         ("data.levels=[1, 2]", "names its levels itself"),
+        ("data.num_problems=3", "has 3 problems, an update draws 4"),
+        ("rewards.terms=[{name: chain}, {name: parallelism}]", "its options do not fit"),
+        ("tracking.trackers=[trackio]", r"trackio is not installed; pip install 'tstar\[trackio\]'"),
     ):
         with pytest.raises(UserError, match=message):
             finish(tmp_path / "run", tiny_config(base, override))
@@ -421,8 +424,3 @@ def test_dashboards_see_every_event(base: Path, tmp_path: Path, monkeypatch: pyt
     assert seen[-1] == {"finished": True}
     finish(tmp_path / "run")
     assert started[1]["id"] == started[0]["id"], "a resumed run goes on in the same curves"
-
-
-def test_a_dashboard_that_is_not_installed_is_named(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"trackio is not installed; pip install 'tstar\[trackio\]'"):
-        finish(tmp_path / "run", tiny_config(base, "tracking.trackers=[trackio]"))

@@ -19,13 +19,14 @@ from tstar.errors import UserError
 from tstar.experiment.journal import Journal, OnEvent
 from tstar.experiment.local import OneProcess, Workforce
 from tstar.experiment.policy import Policy
+from tstar.experiment.sharded import make_policy
 from tstar.experiment.team import SilentJournal, Team
 from tstar.experiment.world import Problems, RunWorld, Tools, read_state
 from tstar.parallel import ALONE, Parallel
 from tstar.rewards import Rewards
 from tstar.run_dir import CONFIG_FILE, RunDir
 from tstar.tasks import open_problem_set, open_problems
-from tstar.tracking import MetricsFile, Tracking, start_tracker
+from tstar.tracking import MetricsFile, Tracking, require_installed, start_tracker
 
 
 def ignore_event(
@@ -47,6 +48,15 @@ class Watch:
     """Called often; raises InterruptedRunError to end the run."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a run needs and what can be missing: opened before anything is written."""
+
+    policy: Policy
+    problems: Problems
+    rewards: Rewards
+
+
 def start(
     config: RunConfig, directory: Path, watch: Watch | None = None, parallel: Parallel = ALONE
 ) -> Progress:
@@ -55,18 +65,21 @@ def start(
     parallel: the processes that do this together; all call it alike."""
     parallel.on_main(lambda: RunDir.check_free(directory))  # before anything large is read
     config = parallel.on_main(lambda: resolved(config, parallel.local_world_size))
-    policy, problems = Policy(config, parallel), open_training(config)
+    problems, rewards = open_training(config), _open_rewards(config)
+    for name in config.tracking.trackers:
+        require_installed(name)
+    policy = make_policy(config, parallel)
     run = parallel.on_main(lambda: RunDir.create(directory, to_yaml(config)))
     with _locked(run, parallel):
-        return _train(run, config, policy, problems, watch or Watch(), parallel)
+        return _train(run, config, Parts(policy, problems, rewards), watch or Watch(), parallel)
 
 
 def resume(directory: Path, watch: Watch | None = None, parallel: Parallel = ALONE) -> Progress:
     """A run from its latest checkpoint, or from its beginning, to its end; in as many processes as now."""
     run, config = open_run(directory)
     with _locked(run, parallel):
-        policy, problems = Policy(config, parallel), open_training(config)
-        return _train(run, config, policy, problems, watch or Watch(), parallel)
+        parts = Parts(make_policy(config, parallel), open_training(config), _open_rewards(config))
+        return _train(run, config, parts, watch or Watch(), parallel)
 
 
 @contextmanager
@@ -101,6 +114,8 @@ def open_training(config: RunConfig) -> Problems:
         prompt = prompt_template(data.prompt)
         training = replace(training, prompt=prompt)  # type: ignore[type-var]  # both kinds are dataclasses
         held_out = replace(held_out, prompt=prompt)
+    cold_starts = (stage.cold_start.num_problems for stage in config.stages if stage.cold_start is not None)
+    training.draw(config.seed, 0, max(config.rollout.num_problems, *cold_starts, 0))  # are there enough?
     return Problems(training, held_out)
 
 
@@ -118,9 +133,7 @@ def resolved(config: RunConfig, processes_per_machine: int = 1) -> RunConfig:
 # -- private -----------------------------------------------------------------------------------
 
 
-def _train(
-    run: RunDir, config: RunConfig, policy: Policy, problems: Problems, watch: Watch, parallel: Parallel
-) -> Progress:
+def _train(run: RunDir, config: RunConfig, parts: Parts, watch: Watch, parallel: Parallel) -> Progress:
     """Go on from the latest checkpoint. Raises InterruptedRunError when what was done is saved."""
     with ExitStack() as opened:
         latest = run.latest_checkpoint
@@ -134,23 +147,25 @@ def _train(
             file.truncate(offset)
             tracking = _start_tracking(run, config, file, begin.update_step)
             journal = Journal(run, opened.enter_context(closing(tracking)), watch.on_event)
-        scorer = opened.enter_context(
-            Rewards(
-                config.reward_terms,
-                num_workers=config.rewards.num_workers,
-                time_limit=config.rewards.time_limit,
-                memory_limit=config.rewards.memory_limit_mb << 20,
-            )
-        )
+        scorer = opened.enter_context(parts.rewards)
         workforce: Workforce = OneProcess() if parallel.is_alone else Team(parallel)
         tools = Tools(scorer, workforce, journal, watch.check_interrupt)
-        world = RunWorld(config, run, policy, problems, tools)
+        world = RunWorld(config, run, parts.policy, parts.problems, tools)
         if latest is not None:
             begin = world.load(latest)
         journal.show("begin", begin.update_step, {"stage": begin.stage, "resumed": latest is not None})
         end = curriculum.run(config.stages, world, config.schedule, begin)
         journal.log("end", end.update_step, {"reason": end.stop_reason})
         return end
+
+
+def _open_rewards(config: RunConfig) -> Rewards:
+    return Rewards(
+        config.reward_terms,
+        num_workers=config.rewards.num_workers,
+        time_limit=config.rewards.time_limit,
+        memory_limit=config.rewards.memory_limit_mb << 20,
+    )
 
 
 def _problem_set(
