@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tstar.errors import UserError
+from tstar.parallel.sharding import whole
 
 LrSchedule = Literal["constant", "linear", "cosine"]
 
@@ -202,7 +203,7 @@ class Optimizer:
         gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         if not gradients:
             raise ValueError("gradients: there are none; call backward before step")
-        norm = torch.nn.utils.get_total_norm(gradients.values())
+        norm = whole(torch.nn.utils.get_total_norm(gradients.values()))
         if not norm.isfinite():
             raise NonFiniteGradientError(_describe_non_finite(gradients, self.num_steps_done))
         if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:

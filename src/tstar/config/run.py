@@ -239,6 +239,9 @@ class RunConfig:
     """Of the weights in a forward; below float32 the optimizer keeps float32 masters. Default: as stored."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
+    sharding: Literal["none", "full"] = "none"
+    """Of weights and optimizer, where torchrun starts several processes. none: each has all of them. full:
+    they are spread over the processes of each machine (FSDP2)."""
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "seed")

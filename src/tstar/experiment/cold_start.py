@@ -43,7 +43,8 @@ def learn_from(
     before = policy.trained_weights()
     policy.trainer.optimizer.release()
     try:
-        losses = list(_train(policy, cold_start, examples, rule, seed, check_interrupt))
+        with policy.doing_alike():
+            losses = list(_train(policy, cold_start, examples, rule, seed, check_interrupt))
     except BaseException:
         policy.put_weights(before)
         policy.restart_optimizer("everything")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -19,9 +20,12 @@ from tstar.model.checkpoint import DTYPES, load_model, save_model
 from tstar.model.tokenizer import load_tokenizer
 from tstar.model.transformer import LanguageModel
 from tstar.parallel import ALONE, Parallel
+from tstar.parallel.checkpoint import load_sharded, names_in
 from tstar.trainer import Trainer
 
 MODEL, TRAINER, ADAPTERS = "model", "trainer.safetensors", "adapters.safetensors"
+SHARDS = "shards"
+"""In place of TRAINER, where every process writes its part: weights and optimizer."""
 
 
 class Policy:
@@ -40,6 +44,16 @@ class Policy:
             add_lora(self.model, config.lora, config.seed)
         self._base = self._load(config.model).requires_grad_(False) if self._needs_base else None
         self.trainer = Trainer(self.model, config.trainer, self._base, parallel=parallel)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether processes have parts of the weights."""
+        return False
+
+    @contextmanager
+    def doing_alike(self) -> Iterator[None]:
+        """For optimizer steps that every process takes by itself, on the same data."""
+        yield
 
     @property
     def block_size(self) -> int | None:
@@ -94,13 +108,38 @@ class Policy:
         if has_lora(self.model):
             save_file(self.trained_weights(), directory / ADAPTERS)
 
+    def help_save(self) -> None:
+        """The part of the processes that do not write."""
+
     def load(self, directory: Path) -> None:
-        """What `save` wrote, bit for bit."""
+        """What `save` wrote, bit for bit; by any number of processes, sharded or not."""
+        if (directory / SHARDS).is_dir():
+            self._load_shards(directory / SHARDS)
+        else:
+            self._load_whole(directory)
+
+    def _load_whole(self, directory: Path) -> None:
         if has_lora(self.model):
             self.put_weights(load_file(directory / ADAPTERS))
         else:
             self.put_weights(dict(self._load(directory / MODEL).named_parameters()))
         self.trainer.load_state_dict(load_file(directory / TRAINER, device=str(self.model.device)))
+
+    def _load_shards(self, directory: Path) -> None:
+        """Each process takes its part, or one takes all."""
+        own = {name: p.detach() for name, p in self.model.named_parameters()}
+        targets = {}
+        for key in names_in(directory):
+            kind, _, name = key.removeprefix("optimizer.").partition(".")
+            is_whole = name in own and kind != "step"
+            targets[key] = torch.zeros_like(own[name], dtype=torch.float32) if is_whole else torch.zeros(())
+        targets["optimizer.num_steps_done"] = torch.tensor(0)
+        load_sharded(targets, directory, self._parallel)
+        weights = {name: targets.pop(f"weights.{name}") for name in own}
+        self.put_weights(weights)
+        masters = [name for name in self.trainer.state_dict() if _is_weight(name)]
+        targets |= {name: weights[name.removeprefix("optimizer.master.")] for name in masters}
+        self.trainer.load_state_dict(targets)
 
     # -- private -------------------------------------------------------------------------------
 

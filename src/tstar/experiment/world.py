@@ -198,6 +198,8 @@ class RunWorld:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, progress: Progress) -> None:
+        if not self._workforce.is_writer:
+            self.policy.help_save()
         self._workforce.on_writer(lambda: self._save(progress))
 
     def _save(self, progress: Progress) -> None:
@@ -327,7 +329,8 @@ class RunWorld:
         groups = self._answer(problems, requests, asking, progress, "cold start")
         answers = [rollout for group in groups for rollout in group.rollouts]
         report = learn_from(self.policy, cold_start, answers, stage.standard, seed, self.check_interrupt)
-        self._workforce.share_weights(list(self.policy.model.parameters()))
+        if not self.policy.is_sharded:
+            self._workforce.share_weights(list(self.policy.model.parameters()))
         if report.num_correct == 0:
             raise UserError(
                 f"curriculum.cold_start: none of {report.num_responses} responses is correct and finished: "

@@ -25,6 +25,11 @@ def save_sharded(state: Mapping[str, Tensor], directory: Path, parallel: Paralle
         save(dict(state), storage_writer=writer, no_dist=parallel.is_alone)
 
 
+def names_in(directory: Path) -> set[str]:
+    """Of the tensors in a checkpoint."""
+    return set(HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata)
+
+
 def load_sharded(state: Mapping[str, Tensor], directory: Path, parallel: Parallel) -> None:
     """Fill these tensors in place from a checkpoint that any number of processes wrote."""
     with parallel.naming_the_lost():

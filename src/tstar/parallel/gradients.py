@@ -28,7 +28,7 @@ class GradientSum:
     def passed(self, number: int) -> None:
         """A pack is done, here or elsewhere."""
         parallel = self._parallel
-        if parallel.is_alone or parallel.reduction == "sum":
+        if parallel.is_alone or parallel.is_sharded or parallel.reduction == "sum":
             return
         is_round_over = (number + 1) % parallel.world_size == 0 or number + 1 == self._num_packs
         if not is_round_over:
@@ -48,7 +48,7 @@ class GradientSum:
     def finish(self) -> None:
         """Put the sum into every parameter's ``grad``."""
         parallel = self._parallel
-        if parallel.is_alone:
+        if parallel.is_alone or parallel.is_sharded:  # FSDP adds gradients up itself
             return
         if parallel.reduction == "sum":
             self._total = self._take()
@@ -77,7 +77,7 @@ class GradientSum:
 @torch.no_grad()
 def broadcast_weights(parallel: Parallel, parameters: Sequence[Tensor]) -> None:
     """The main process's weights in all of them."""
-    if parallel.is_alone:
+    if parallel.is_alone or parallel.is_sharded:
         return
     for parameter in parameters:
         with parallel.naming_the_lost():

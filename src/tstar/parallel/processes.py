@@ -45,6 +45,8 @@ class Parallel:
     local_world_size: int = 1
     reduction: Reduction = "ordered"
     """How gradients are added up; see `GradientSum`."""
+    is_sharded: bool = False
+    """The weights are spread over the processes: in forwards and backwards all must compute together."""
     store: Store | None = field(default=None, compare=False, repr=False)
     """The key-value store of the job, on which work queues count."""
 
@@ -100,11 +102,16 @@ class Parallel:
         costs: Sequence[int],
         compute: Callable[[int], T],
         passed: Callable[[int], object] = lambda _: None,
+        idle: Callable[[int], object] | None = None,
     ) -> list[T]:
         """`compute(number)` of every item, each in one process; the results in order, in all of them.
 
         passed: called in all processes after each number in turn, whoever computed it. A FloatingPointError
-        of an item is raised in all processes, once they have passed all items."""
+        of an item is raised in all processes, once they have passed all items.
+        idle: what a process without an item of its own computes beside the others, where weights are
+        sharded."""
+        if self.is_sharded:
+            return self._map_together(costs, compute, idle or compute)
         if self.is_alone:
             results = []
             for number in range(len(costs)):
@@ -128,6 +135,46 @@ class Parallel:
         if errors:
             raise min(errors, key=lambda each: each[0])[1]
         return [found[number] for number in range(len(costs))]
+
+    def _map_together(
+        self, costs: Sequence[int], compute: Callable[[int], T], idle: Callable[[int], object]
+    ) -> list[T]:
+        own: dict[int, T] = {}
+        for number, is_own in self.turns(costs):
+            if is_own:
+                own[number] = compute(number)
+            else:
+                idle(number)
+        found: dict[int, T] = {}
+        for theirs in self.gather(own):
+            found |= theirs
+        return [found[number] for number in range(len(costs))]
+
+    def turns(self, costs: Sequence[int]) -> list[tuple[int, bool]]:
+        """What this process computes, in order, and whether it counts. Where weights are sharded all have
+        equally many turns; one that has nothing left computes the cheapest item, for nothing."""
+        owners = owners_of(costs, self.world_size, self.reduction)
+        own = [(number, True) for number, owner in enumerate(owners) if owner == self.rank]
+        if not self.is_sharded or not owners:
+            return own
+        most = max(owners.count(rank) for rank in range(self.world_size))
+        cheapest = min(range(len(costs)), key=lambda i: costs[i])
+        return own + [(cheapest, False)] * (most - len(own))
+
+    @contextmanager
+    def raising_together(self) -> Iterator[None]:
+        """A FloatingPointError of one process in all, where these must go on, or stop, together."""
+        error: FloatingPointError | None = None
+        try:
+            yield
+        except FloatingPointError as caught:
+            if not self.is_sharded:
+                raise
+            error = caught
+        if self.is_sharded:
+            errors = [each for each in self.gather(error) if each is not None]
+            if errors:
+                raise errors[0]
 
     def slice_of(self, count: int) -> slice:
         """This process's part of that many items, one after the other."""

@@ -36,7 +36,7 @@ from tstar.loss import (
 from tstar.loss_metrics import TraceLossMetrics, ValueLossMetrics
 from tstar.model.transformer import LanguageModel
 from tstar.optimizer import NonFiniteGradientError, Optimizer, OptimizerConfig
-from tstar.parallel import ALONE, GradientSum, Parallel, owners_of
+from tstar.parallel import ALONE, GradientSum, Parallel
 from tstar.partition import PartitionRule
 from tstar.replay import ReplayPack, replay, score
 from tstar.trainer.batch import Batch, FixedPack, Minibatch, Rollout, loss_actions, select, step_table
@@ -115,6 +115,10 @@ class Trainer:
             raise UserError("model: its config.json has no mask_token_id; TraceRL needs a diffusion model")
         if config.objective.kl_reference == "base" and base is None and not has_lora(model):
             raise UserError("kl_reference: 'base' needs the base model; give it, or use 'old'")
+        if config.value is not None and parallel.is_sharded:
+            raise UserError(
+                "value: a value model cannot be sharded yet; use sharding none, or advantages over groups"
+            )
         self.model = model
         self.config = config
         self.optimizer = Optimizer(model.named_parameters(), config.optimizer)
@@ -220,20 +224,16 @@ class Trainer:
                 "these rollouts are replayed under other blocks or merged steps; leave it out"
             )
         parallel = self._parallel if parallel is None else parallel
-        owners = owners_of([_cost(p) for p in packs], parallel.world_size, parallel.reduction)
-        fixed = [
-            self._fix(batch, pack, is_as_decoded, wants_old, owner == parallel.rank)
-            for pack, owner in zip(packs, owners, strict=True)
-        ]
+        fixed = [self._fix(batch, pack, is_as_decoded) for pack in packs]
+        for number, _ in parallel.turns([_cost(p) for p in packs]):
+            fixed[number] = self._score(fixed[number], wants_old)
         if config.value is not None:
             fixed = self._with_values(batch, fixed, config.value, parallel)
         totals = BatchTotals.of([p.actions for p in fixed], [len(t.response_ids) for t in trajectories])
         return Minibatch(batch, rule, totals, tuple(fixed))
 
-    def _fix(
-        self, batch: Batch, pack: ReplayPack, is_as_decoded: bool, wants_old: bool, is_own: bool
-    ) -> FixedPack:
-        """A pack with its advantages over groups; with its log-probs, if this process computes it."""
+    def _fix(self, batch: Batch, pack: ReplayPack, is_as_decoded: bool) -> FixedPack:
+        """A pack with its advantages over groups."""
         device, actions = self.model.device, pack.actions
         by_group = batch.advantages[pack.trajectories][actions.members]
         return FixedPack(
@@ -241,8 +241,14 @@ class Trainer:
             loss_actions(pack, device),
             advantages=torch.from_numpy(by_group).to(device),
             engine_log_probs=torch.from_numpy(actions.engine_log_probs).to(device) if is_as_decoded else None,
-            old_log_probs=score(self.model, pack).log_probs if wants_old and is_own else None,
-            base_log_probs=self._base_log_probs(pack) if is_own else None,
+        )
+
+    def _score(self, fixed: FixedPack, wants_old: bool) -> FixedPack:
+        """A pack with its log-probs under the models that stay as they are."""
+        return replace(
+            fixed,
+            old_log_probs=score(self.model, fixed.pack).log_probs if wants_old else None,
+            base_log_probs=self._base_log_probs(fixed.pack),
         )
 
     def _with_values(
@@ -281,7 +287,12 @@ class Trainer:
             trained = [p for o in optimizers for p in o.trained]
             gradients = GradientSum(self._parallel, trained, len(packs))
             costs = [_cost(f.pack) for f in packs]
-            found = self._parallel.map(costs, lambda n: self._backward(packs[n], minibatch), gradients.passed)
+            found = self._parallel.map(
+                costs,
+                lambda n: self._backward(packs[n], minibatch),
+                passed=gradients.passed,
+                idle=lambda n: self._backward(packs[n], minibatch, weight=0.0),
+            )
             gradients.finish()
             value_step = None if self.value_optimizer is None else self.value_optimizer.step()
             policy_step = self.optimizer.step()
@@ -292,11 +303,12 @@ class Trainer:
         )
 
     def _backward(
-        self, fixed: FixedPack, minibatch: Minibatch
+        self, fixed: FixedPack, minibatch: Minibatch, weight: float = 1.0
     ) -> tuple[TraceLossMetrics, ValueLossMetrics | None]:
-        """Add a pack's share to the gradients."""
-        outputs = self._policy_loss(fixed, minibatch)
-        outputs.loss.backward()  # type: ignore[no-untyped-call]
+        """Add a pack's share to the gradients; with a weight of 0, only compute along."""
+        with self._parallel.raising_together():
+            outputs = self._policy_loss(fixed, minibatch)
+        (outputs.loss * weight).backward()  # type: ignore[no-untyped-call]
         if self.value_model is None:
             return outputs.metrics.on_host(), None
         value_outputs = self._value_loss(fixed, minibatch)
@@ -350,6 +362,8 @@ class Trainer:
 
     def _find_culprit(self, minibatch: Minibatch) -> str:
         """The first rollout whose gradient alone is not finite."""
+        if self._parallel.is_sharded:
+            return "one of the rollouts (which one, a run without sharding says)"
         for place in range(len(minibatch.batch.rollouts)):
             part = minibatch.batch.part(np.array([place]))
             alone = self._prepare(part, minibatch.rule, wants_old=False, parallel=ALONE)
