@@ -5,7 +5,7 @@
 
 Sections, each a name for --only:
 
-    loops     64 requests x 128 tokens, and one request, against the plain block-diffusion loop (batch 1,
+    loops     64 requests, and one request, against the plain block-diffusion loop (batch 1,
               a commit forward per block, logits and probabilities of the whole block:
               `reference.plain_loop`)
     ar        one request that finalises 3 tokens a step, against transformers' AR `generate` on the
@@ -92,6 +92,8 @@ class Bench:
     dtype: torch.dtype
     device: str
     rounds: int
+    num_tokens: int
+    """Of a response."""
 
     def model(self, shape: str | None = None, is_diffusion: bool = True) -> LanguageModel:
         sizes = SHAPES[shape or self.shape]
@@ -159,16 +161,16 @@ def measure_loops(bench: Bench) -> None:
     engine = bench.engine(model)
     name = str(bench.dtype).removeprefix("torch.")
     for title, count, num_plain in (("64 requests", 64, 2), ("one request", 1, 1)):
-        requests = make_requests(count)
+        requests = make_requests(count, bench.num_tokens)
         plain, ours = seconds(
             lambda requests=requests[:num_plain]: [reference.plain_loop(model, r) for r in requests],
             lambda requests=requests: engine.generate(requests),
             rounds=bench.rounds,
         )
-        plain, ours = num_plain * 128 / plain, count * 128 / ours
+        plain, ours = (n * bench.num_tokens / taken for n, taken in ((num_plain, plain), (count, ours)))
         goal = GOALS[title] if not isinstance(GOALS[title], dict) else GOALS[title].get(name)
         bench.say(
-            f"{title:<12} x 128 tokens: engine {ours:8.1f} tokens/s, plain loop {plain:7.1f}: "
+            f"{title:<12} x {bench.num_tokens} tokens: engine {ours:8.1f} tokens/s, plain loop {plain:7.1f}: "
             f"{ours / plain:5.2f}x" + verdict(ours / plain, goal if bench.device == "cpu" else None)
         )
 
@@ -180,11 +182,12 @@ def measure_ar(bench: Bench) -> None:
     peer.load_state_dict(model.state_dict(), assign=True, strict=False)  # one set of weights
     ar_model = bench.model(is_diffusion=False)
     ar_model.load_state_dict(model.state_dict(), assign=True)
+    num_tokens = bench.num_tokens // 3 * 3
     settings = transformers.GenerationConfig(
-        max_new_tokens=128, min_new_tokens=128, do_sample=False, pad_token_id=0
+        max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, pad_token_id=0
     )
-    three = make_requests(1, 129, 3, UnmaskPolicy("static", tokens_per_step=3))
-    one = make_requests(1, 128, 1, UnmaskPolicy())
+    three = make_requests(1, num_tokens, 3, UnmaskPolicy("static", tokens_per_step=3))
+    one = make_requests(1, num_tokens, 1, UnmaskPolicy())
     ids = torch.from_numpy(three[0].prompt_ids)[None].to(bench.device)
 
     def of_peer() -> None:
@@ -195,7 +198,7 @@ def measure_ar(bench: Bench) -> None:
     theirs, ours, ours_ar = seconds(
         of_peer, lambda: engine.generate(three), lambda: ar_engine.generate(one), rounds=bench.rounds
     )
-    theirs, ours, ours_ar = 128 / theirs, 129 / ours, 128 / ours_ar
+    theirs, ours, ours_ar = (num_tokens / taken for taken in (theirs, ours, ours_ar))
     bench.say(
         f"one request at TPF 3: engine {ours:7.1f} tokens/s, transformers' AR generate {theirs:6.1f}: "
         f"{ours / theirs:4.2f}x" + verdict(ours / theirs, GOALS["ar"] if bench.device == "cpu" else None)
@@ -350,6 +353,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="45m")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128, help="of a response, for loops and ar")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     arguments = parser.parse_args()
@@ -357,7 +361,7 @@ def main() -> None:
     keep_freed_memory()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.threads} threads")
     for dtype in (getattr(torch, name) for name in arguments.dtypes):
-        bench = Bench(arguments.shape, dtype, arguments.device, arguments.rounds)
+        bench = Bench(arguments.shape, dtype, arguments.device, arguments.rounds, arguments.tokens)
         for name in arguments.only:
             SECTIONS[name](bench)
 

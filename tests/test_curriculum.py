@@ -99,7 +99,7 @@ class FakeWorld:
         self.note("roll back", target.update_step)
         self.theta = self.saved[target.update_step][0]
 
-    def warn(self, alarms: Sequence[Alarm], action: Action, progress: Progress) -> None:
+    def warn(self, alarms: Sequence[Alarm], _action: Action, progress: Progress) -> None:
         self.note("warn", tuple(alarm.signal for alarm in alarms), progress.update_step)
 
     def save(self, progress: Progress) -> None:

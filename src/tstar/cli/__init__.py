@@ -26,8 +26,8 @@ from tstar.cli.export import Export
 from tstar.cli.generate import Generate
 from tstar.cli.lm_eval import LmEval
 from tstar.cli.plan import Plan
-from tstar.cli.report import Report
 from tstar.cli.quickstart import Quickstart
+from tstar.cli.report import Report
 from tstar.cli.sft import Sft
 from tstar.cli.train import Train
 from tstar.errors import UserError

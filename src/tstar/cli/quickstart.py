@@ -93,7 +93,7 @@ def _to_table(state: State, num_workers: int) -> Table:
     left = _clock(state.seconds_left(num_workers))
     table = Table(box=None, title=f"about {left} left", title_justify="left", title_style="bold")
     for justify in ("left", "left", "right"):
-        table.add_column(justify=justify)  # type: ignore[arg-type]
+        table.add_column(justify=justify)
     for task in state.tasks:
         fraction = state.fraction(task)
         if task.name in state.took:

@@ -118,7 +118,7 @@ def _bandwidth(device: torch.device, best: Best) -> float:
     """One large tensor is added to another: two are read, one is written."""
     left, right = torch.ones(2, 1 << (24 if device.type == "cpu" else 28), device=device)
     seconds: float = best(lambda: left.add_(right))
-    return 3 * left.nbytes / seconds
+    return 3 * int(left.nbytes) / seconds
 
 
 def _logit_seconds(device: torch.device, dtype: torch.dtype, best: Best) -> float:
