@@ -68,7 +68,8 @@ def test_module_and_script_are_the_same_command() -> None:
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--help"]) == 0
     explained = " ".join(capsys.readouterr().out.split())
-    assert (cli.COMMANDS[name].__doc__ or "no docstring").split(".")[0] in explained
+    summary = (cli.COMMANDS[name].__doc__ or "no docstring").split(".")[0]
+    assert " ".join(summary.split()) in explained
 
 
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["doctor", "--no-such-option"]])
