@@ -263,6 +263,25 @@ def test_a_roll_back_restores_the_best_and_slows_down() -> None:
     assert end.best == (Best(1, 0.5),)
 
 
+def test_what_is_rolled_back_is_no_new_best() -> None:
+    """KL says that update 2 went wrong, and its accuracy is the highest so far: it has no checkpoint to go
+    back to, and never gets one."""
+    world = FakeWorld(
+        accuracy=lambda p: 0.4 + 0.1 * p.update_step if p.update_step < 3 else 0.45,
+        health=lambda p: {"kl": 9.0 if p.update_step == 1 else 0.0},
+    )
+    schedule = Schedule(1, 100, GuardConfig(patience=1))
+    end = run(make_stages([4], 4), world, schedule, Progress())
+    assert [event for event in world.log if event[0] in ("warn", "roll back")] == [
+        ("warn", ("kl",), 2),
+        ("roll back", 1),
+    ]
+    assert (end.best, end.update_step) == ((Best(1, 0.5),), 4)
+    stopping = replace(schedule, guard=GuardConfig(action="stop", patience=1))
+    stopped = run(make_stages([4], 4), replace(world, log=[]), stopping, Progress())
+    assert stopped.best[0].update_step == 2, "where nothing is given up it is the best"
+
+
 def test_an_unfinished_update_does_not_overwrite_the_best() -> None:
     half = Progress(update_step=7, passes_done=1)
     assert (half.checkpoint, Progress(update_step=7).checkpoint) == (8, 7)

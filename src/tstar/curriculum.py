@@ -344,12 +344,15 @@ def examine(stage: Stage, world: World[Any], schedule: Schedule, progress: Progr
     """Evaluate if it is time, and let the guard look; once after each update step and at a stage's start."""
     if progress.examined == progress.update_step:
         return progress
+    best_before = progress.best
     if _is_evaluation_due(stage, schedule, progress):
         progress = _with_accuracy(progress, world.evaluate(stage, progress))
     alarms = judge(progress.history, schedule.guard)
     if alarms:
-        action = _action(schedule.guard, progress)
+        action = _action(schedule.guard, replace(progress, best=best_before))
         world.warn(alarms, action, progress)
+        if action == "roll_back":  # what is given up is no new best, however it did on the validation set
+            progress = replace(progress, best=best_before)
         progress = _after_alarm(stage, world, schedule.guard, progress, alarms, action)
     progress = replace(progress, examined=progress.update_step)
     yield progress

@@ -226,6 +226,36 @@ def test_an_interrupt_between_passes_keeps_the_first_one(base: Path, whole: Path
     assert_same_run(whole, tmp_path / "run")
 
 
+HALVES = {
+    "between passes": ("curriculum.shifted_rollouts=sample", "train", 1),
+    "between policies": ("validation.extra_policies=[{kind: static}]", "phase", 4),
+}
+"""What is half done when the interrupt comes: after the first pass of the first update, or in the fourth
+evaluation, which is the second one after that update."""
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_an_interrupt_in_the_middle_of_what_belongs_together(name: str, base: Path, tmp_path: Path) -> None:
+    override, event, number = HALVES[name]
+    config = tiny_config(base, *SHORT, "curriculum.target_block_size=4", override)
+    finish(tmp_path / "whole", config)
+    seen = 0
+
+    def on_event(found: str, _step: int, record: Mapping[str, Any], _time: object) -> None:
+        nonlocal seen
+        begins = record.get("phase") == "evaluate" and record.get("done") == 1
+        seen += found == event and (event == "train" or begins)
+
+    def check() -> None:
+        if seen >= number:
+            raise InterruptedRunError
+
+    with pytest.raises(InterruptedRunError):
+        finish(tmp_path / "run", config, Watch(on_event, check))
+    finish(tmp_path / "run")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
 def test_an_interrupted_cold_start_has_changed_nothing(base: Path, tmp_path: Path) -> None:
     cold_start = "curriculum.cold_start={num_problems: 12, num_steps: 3, batch_size: 4, warmup_steps: 1}"
     config = tiny_config(base, "curriculum.updates_per_stage=1", "precision=bfloat16", cold_start)

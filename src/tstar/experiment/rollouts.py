@@ -137,14 +137,15 @@ def write_groups(path: Path, groups: Sequence[Group]) -> None:
 
 
 def read_groups(path: Path, drawn: Sequence[Drawn]) -> tuple[Group, ...]:
-    """What `write_groups` wrote of these problems."""
+    """What `write_groups` wrote, of those of these problems that it wrote: rollouts of the second half are
+    not there before they are sampled."""
     by_place: dict[int, list[dict[str, Any]]] = {}
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             record = json.loads(line)
             record["trajectory"] = Trajectory.from_json(line)
             by_place.setdefault(record["place"], []).append(record)
-    return tuple(_group(each, by_place[each.place]) for each in drawn)
+    return tuple(_group(each, by_place[each.place]) for each in drawn if each.place in by_place)
 
 
 def prune(directory: Path, max_bytes: float) -> None:

@@ -22,6 +22,7 @@ from tstar.evaluate import (
     Kept,
     Provenance,
     Scorer,
+    Summary,
     describe_policy,
     evaluate,
     requests_of,
@@ -134,30 +135,37 @@ class RunWorld:
         return health
 
     def evaluate(self, stage: Stage, progress: Progress) -> float:
-        policy = self.config.validation_policy(stage)
+        policy, extras = self.config.validation_policy(stage), self.config.validation.extra_policies
         summary = self._evaluate(stage, progress, policy, "").summary
+        others = [
+            self._evaluate(stage, progress, extra, f"-{describe_policy(extra).replace(' ', '-')}").summary
+            for extra in extras
+        ]
+        # All is measured before anything is said: an interrupt in between has changed nothing.
         best = progress.stage_best
-        self._journal.log(
-            "validation",
-            progress.update_step,
-            {
-                **self._place(stage, progress),
-                "policy": describe_policy(policy),
-                **_numbers(summary),
-                "is_best": best is None or summary.accuracy.value > best.accuracy,
-            },
-            {"seconds": summary.time.seconds, "tokens_per_second": summary.time.tokens_per_second},
-        )
-        for extra in self.config.validation.extra_policies:
-            name = describe_policy(extra)
-            other = self._evaluate(stage, progress, extra, f"-{name.replace(' ', '-')}").summary
-            self._journal.log(
-                "validation_extra",
-                progress.update_step,
-                {**self._place(stage, progress), "policy": name, **_numbers(other)},
-                {"seconds": other.time.seconds, "tokens_per_second": other.time.tokens_per_second},
-            )
+        is_best = best is None or summary.accuracy.value > best.accuracy
+        self._log_validation("validation", stage, progress, policy, summary, is_best=is_best)
+        for extra, other in zip(extras, others, strict=True):
+            self._log_validation("validation_extra", stage, progress, extra, other)
         return summary.accuracy.value
+
+    def _log_validation(
+        self,
+        event: str,
+        stage: Stage,
+        progress: Progress,
+        policy: UnmaskPolicy,
+        summary: Summary,
+        **more: object,
+    ) -> None:
+        record = {
+            **self._place(stage, progress),
+            "policy": describe_policy(policy),
+            **_numbers(summary),
+            **more,
+        }
+        time = {"seconds": summary.time.seconds, "tokens_per_second": summary.time.tokens_per_second}
+        self._journal.log(event, progress.update_step, record, time)
 
     # -- stages --------------------------------------------------------------------------------
 
@@ -377,7 +385,7 @@ def _train_time(metrics: UpdateMetrics) -> dict[str, float]:
     return {"prepare_seconds": metrics.prepare_seconds, "train_seconds": metrics.train_seconds}
 
 
-def _numbers(summary: Any) -> dict[str, float]:
+def _numbers(summary: Summary) -> dict[str, float]:
     return {
         "accuracy": summary.accuracy.value,
         "accuracy_low": summary.accuracy.low,
