@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_published_sdar_configs_come_back_word_for_word(shared: Path, file: str)
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rope_scaling: type 'yarn' is not supported",
         ),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: type 'linear' needs a number under 'factor'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: None is not a positive number"),
         ({"rope_scaling": [4.0]}, "rope_scaling: .* is not a table"),
         ({"model_type": "sdar_moe"}, "num_experts is missing; a sdar_moe model needs it"),
         ({"model_type": "sdar_moe", **EXPERTS, "num_experts_per_tok": 9}, "num_experts_per_tok: 9 cannot"),
@@ -65,6 +66,35 @@ def test_what_cannot_be_computed_exactly_is_refused_by_name(changes: dict[str, A
     with pytest.raises(UserError, match=message) as refusal:
         ModelConfig.from_hub({**GOOD, **changes})
     assert "\n" not in str(refusal.value)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("name", [*ModelConfig.from_hub(GOOD).to_hub("float32"), *EXPERTS, "layer_types"])
+@pytest.mark.parametrize("junk", ["x", -1, 1.5, math.nan, True, [], {}, [1.5], {"a": 1}], ids=repr)
+def test_junk_is_refused_in_one_line_or_means_nothing(name: str, junk: Any) -> None:
+    """No traceback for any key: what is read can be written, hashed and compared."""
+    refusal = None
+    try:
+        config = ModelConfig.from_hub({**GOOD, "model_type": "sdar_moe", **EXPERTS, name: junk})
+    except UserError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert refusal.startswith("config.json: ")
+        assert name.removesuffix("_scaling") in refusal
+        assert "\n" not in refusal
+        return
+    hash(config)
+    assert ModelConfig.from_hub(config.to_hub("float32")) == config
+    assert all(isinstance(end, int) for end in config.eos_token_ids)
+
+
+@pytest.mark.parametrize("name", ["factor", "low_freq_factor", "original_max_position_embeddings"])
+@pytest.mark.parametrize("junk", ["x", [], {}, True], ids=repr)
+def test_junk_in_a_rope_scaling_is_refused_by_name(name: str, junk: Any) -> None:
+    with pytest.raises(UserError, match=f"rope_scaling: {name}: "):
+        ModelConfig.from_hub({**GOOD, "rope_scaling": {**LLAMA3, name: junk}})
 
 
 def test_rope_is_read_in_both_spellings() -> None:

@@ -6,6 +6,7 @@ One transformer serves every family; what distinguishes them is a row of `FAMILI
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -127,6 +128,8 @@ class ModelConfig:
             f"model_type {self.model_type!r} {'needs' if self.family.is_moe else 'has no'} experts",
         )
         if self.moe is not None:
+            for name in ("moe_intermediate_size", "decoder_sparse_step"):
+                _require(getattr(self.moe, name) >= 1, name, getattr(self.moe, name), "use 1 or more")
             _require(
                 1 <= self.moe.num_experts_per_tok <= self.moe.num_experts,
                 "num_experts_per_tok",
@@ -172,7 +175,6 @@ class ModelConfig:
         num_heads = _whole(source, "num_attention_heads")
         attention_bias = bool(source.get("attention_bias", False))
         rope_theta, rope_scaling = _read_rope(source)
-        eos = source.get("eos_token_id")
         return cls(
             model_type=model_type,
             vocab_size=_whole(source, "vocab_size"),
@@ -182,7 +184,7 @@ class ModelConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=_whole(source, "num_key_value_heads", default=num_heads),
             head_dim=_whole(source, "head_dim", default=hidden_size // max(num_heads, 1)),
-            rms_norm_eps=float(source.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_positive(source, "rms_norm_eps", default=1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_position_embeddings=_whole(source, "max_position_embeddings", default=32_768),
@@ -191,12 +193,12 @@ class ModelConfig:
             output_bias=attention_bias if family.output_bias is None else family.output_bias,
             mlp_bias=model_type == "llama" and bool(source.get("mlp_bias", False)),
             moe=_read_moe(source) if family.is_moe else None,
-            initializer_range=float(source.get("initializer_range", 0.02)),
-            mask_token_id=source.get("mask_token_id"),
-            block_size=source.get("block_size"),
-            bos_token_id=source.get("bos_token_id"),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-            pad_token_id=source.get("pad_token_id"),
+            initializer_range=_positive(source, "initializer_range", default=0.02),
+            mask_token_id=_whole_or_none(source, "mask_token_id"),
+            block_size=_whole_or_none(source, "block_size"),
+            bos_token_id=_whole_or_none(source, "bos_token_id"),
+            eos_token_id=_read_ends(source),
+            pad_token_id=_whole_or_none(source, "pad_token_id"),
             extra={key: value for key, value in source.items() if key not in _OWN_KEYS},
         )
 
@@ -288,7 +290,7 @@ _OWN_KEYS = frozenset(
 def _refuse_unsupported(source: Mapping[str, Any]) -> None:
     activation = source.get("hidden_act", "silu")
     _require(activation == "silu", "hidden_act", activation, "only 'silu' is supported")
-    if source.get("use_sliding_window") or "sliding_attention" in (source.get("layer_types") or ()):
+    if source.get("use_sliding_window") or "sliding_attention" in _listed(source, "layer_types"):
         raise UserError(
             "config.json: use_sliding_window: sliding-window layers are not supported; "
             "use a checkpoint whose layers all see the whole context"
@@ -304,7 +306,8 @@ def _read_rope(source: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     parameters = source.get("rope_parameters") or source.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
         raise UserError(f"config.json: rope_scaling: {parameters!r} is not a table of parameters")
-    theta = float(parameters.get("rope_theta") or source.get("rope_theta") or 10_000.0)
+    holder = parameters if parameters.get("rope_theta") is not None else source
+    theta = _positive(holder, "rope_theta", default=10_000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -313,11 +316,17 @@ def _read_rope(source: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             f"config.json: rope_scaling: type {kind!r} is not supported; "
             "use a checkpoint with 'default', 'linear' or 'llama3'"
         )
-    if not isinstance(parameters.get("factor"), int | float):
-        raise UserError(f"config.json: rope_scaling: type {kind!r} needs a number under 'factor'")
-    wanted = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    given = {name: parameters[name] for name in wanted if name in parameters}
-    return theta, RopeScaling("linear" if kind == "linear" else "llama3", **given)
+    if kind == "linear":
+        return theta, RopeScaling("linear", _positive(parameters, "factor", of="rope_scaling: "))
+    return theta, RopeScaling(
+        "llama3",
+        factor=_positive(parameters, "factor", of="rope_scaling: "),
+        low_freq_factor=_positive(parameters, "low_freq_factor", default=1.0, of="rope_scaling: "),
+        high_freq_factor=_positive(parameters, "high_freq_factor", default=4.0, of="rope_scaling: "),
+        original_max_position_embeddings=_whole(
+            parameters, "original_max_position_embeddings", default=8192, of="rope_scaling: "
+        ),
+    )
 
 
 def _write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -343,19 +352,48 @@ def _read_moe(source: Mapping[str, Any]) -> MoeConfig:
         moe_intermediate_size=_whole(source, "moe_intermediate_size"),
         norm_topk_prob=bool(source.get("norm_topk_prob", False)),
         decoder_sparse_step=_whole(source, "decoder_sparse_step", default=1),
-        mlp_only_layers=tuple(source.get("mlp_only_layers") or ()),
+        mlp_only_layers=tuple(_listed(source, "mlp_only_layers")),
     )
 
 
-def _whole(source: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _whole(source: Mapping[str, Any], name: str, default: int | None = None, of: str = "") -> int:
     value = source.get(name)
     if value is None:
         value = default
     if value is None:
-        raise UserError(f"config.json: {name} is missing; a {source.get('model_type')} model needs it")
+        raise UserError(f"config.json: {of}{name} is missing; a {source.get('model_type')} model needs it")
     if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(f"config.json: {name}: {value!r} is not a whole number")
+        raise UserError(f"config.json: {of}{name}: {value!r} is not a whole number")
     return value
+
+
+def _whole_or_none(source: Mapping[str, Any], name: str) -> int | None:
+    return None if source.get(name) is None else _whole(source, name)
+
+
+def _positive(source: Mapping[str, Any], name: str, default: float | None = None, of: str = "") -> float:
+    value = source.get(name)
+    if value is None:
+        value = default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise UserError(f"config.json: {of}{name}: {value!r} is not a positive number")
+    return float(value)
+
+
+def _listed(source: Mapping[str, Any], name: str) -> list[Any]:
+    value = source.get(name)
+    if not isinstance(value, list | None):
+        raise UserError(f"config.json: {name}: {value!r} is not a list")
+    return value or []
+
+
+def _read_ends(source: Mapping[str, Any]) -> int | tuple[int, ...] | None:
+    """One end token, several, or none."""
+    name = "eos_token_id"
+    if not isinstance(source.get(name), list):
+        return _whole_or_none(source, name)
+    return tuple(_whole({name: end}, name) for end in source[name])
 
 
 def _require(holds: bool, name: str, value: object, fix: str) -> None:
