@@ -375,8 +375,7 @@ def _positive(source: Mapping[str, Any], name: str, default: float | None = None
     value = source.get(name)
     if value is None:
         value = default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UserError(f"config.json: {of}{name}: {value!r} is not a positive number")
     return float(value)
 
