@@ -69,6 +69,36 @@ def test_an_event_goes_to_the_file_and_its_numbers_to_dashboards(tmp_path: Path)
     assert tracker.is_closed
 
 
+def test_what_has_the_same_update_step_has_curves_of_its_own(tmp_path: Path) -> None:
+    tracker = FakeTracker()
+    tracking = Tracking(MetricsFile(tmp_path / "metrics.jsonl"), [tracker])
+    for number in (0, 1):
+        tracking.log("train", 7, {"pass": number, "kl_old": 0.5})
+    for policy in ("static k=1", "dynamic 0.9"):
+        tracking.log("validation_extra", 7, {"policy": policy, "accuracy": 0.5})
+    tracking.close()
+    names = [next(name for name in metrics if "pass" not in name) for _, metrics in tracker.seen]
+    assert names == [
+        "train/kl_old",
+        "train_shifted/kl_old",
+        "validation_extra/static-k=1/accuracy",
+        "validation_extra/dynamic-0.9/accuracy",
+    ]
+
+
+def test_a_resumed_run_goes_on_in_tensorboards_own_curves(tmp_path: Path) -> None:
+    """With the real one, where it is installed: nothing is lost, nothing stands there twice."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for last, steps in ((-1, (0, 1, 2, 3)), (2, (3, 4))):
+        tracker = start_tracker("tensorboard", tmp_path, "tstar", {}, last)
+        for step in steps:
+            tracker.log(step, {"train/reward": step / 10})
+        tracker.close()
+    curves = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(event.step, round(event.value, 3)) for event in curves.Scalars("train/reward")]
+    assert found == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+
+
 def test_tensorboard_replaces_what_it_showed_after_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +122,7 @@ def test_tensorboard_replaces_what_it_showed_after_the_checkpoint(
     tracker.log(13, {"train/reward": 0.5})
     tracker.close()
     (writer,) = made
-    assert (writer.directory, writer.purge_step) == (str(tmp_path / "tensorboard"), 12)
+    assert (writer.directory, writer.purge_step) == (str(tmp_path / "tensorboard"), 13)
     assert writer.scalars == [("train/reward", 0.5, 13), "closed"]
 
 

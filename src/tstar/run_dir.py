@@ -127,23 +127,20 @@ class RunDir:
     def save_checkpoint(self, number: int, fill: Callable[[Path], None]) -> Path:
         """Let `fill` write files into a directory that becomes the checkpoint with this number."""
         target = self.checkpoint_path(number)
+        with self.writing(target, "the checkpoint "), atomic.replacing(target) as partial:
+            fill(partial)
+        return target
+
+    @contextmanager
+    def writing(self, path: Path, what: str = "") -> Iterator[None]:
+        """Say what to do where something of the run cannot be written."""
         try:
-            with atomic.replacing(target) as partial:
-                fill(partial)
+            yield
         except (OSError, SafetensorError, UserError) as error:
             cause = error.__cause__ if isinstance(error, UserError) else error
             if not isinstance(cause, OSError | SafetensorError):
                 raise
-            raise UserError(f"{target}: the checkpoint {self._describe_failure(cause)}") from error
-        return target
-
-    @contextmanager
-    def writing(self, path: Path) -> Iterator[None]:
-        """Say what to do where a file of the run cannot be written."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"{path}: {self._describe_failure(error)}") from error
+            raise UserError(f"{path}: {what}{self._describe_failure(cause)}") from error
 
     def prune(self, keep: Collection[int]) -> None:
         """Remove every checkpoint but these."""

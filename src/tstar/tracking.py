@@ -95,8 +95,9 @@ class Tracking:
     def log(self, event: str, update_step: int, record: Mapping[str, object], **time: float) -> None:
         """Numbers of the record go to the dashboards as ``event/name``; time only to where time is shown."""
         self.file.append({"event": event, "update_step": update_step, **record, "time": time})
+        curves = _curves_of(event, record)
         numbers = {
-            f"{event}/{name}": float(value)
+            f"{curves}/{name}": float(value)
             for name, value in (*record.items(), *time.items())
             if isinstance(value, int | float)
         }
@@ -109,19 +110,30 @@ class Tracking:
             tracker.close()
 
 
+def _curves_of(event: str, record: Mapping[str, object]) -> str:
+    """What an event's curves are called: two passes of an update, or validations under several policies, have
+    the same update step and are not one curve."""
+    if record.get("pass"):
+        return f"{event}_shifted"
+    if event == "validation_extra":
+        return f"{event}/{str(record['policy']).replace(' ', '-')}"
+    return event
+
+
 # -- dashboards --------------------------------------------------------------------------------
 
 
 def start_tracker(
-    name: TrackerName, run: Path, project: str, config: Mapping[str, Any], first_update_step: int
+    name: TrackerName, run: Path, project: str, config: Mapping[str, Any], last_update_step: int
 ) -> Tracker:
     """Connect to a dashboard, under an id that is the run's own: a resumed run goes on in the same curves.
 
-    first_update_step: what the dashboard shows from here on is to be replaced.
+    last_update_step: of the checkpoint that the run goes on from, or -1: what the dashboard shows beyond it
+    will be said again.
     """
     module = require_installed(name)
     if name == "tensorboard":
-        return _TensorBoard(module, run / "tensorboard", first_update_step)
+        return _TensorBoard(module, run / "tensorboard", last_update_step)
     return _Wandb(module, run, project, config)
 
 
@@ -162,8 +174,8 @@ class _Wandb:
 
 
 class _TensorBoard:
-    def __init__(self, module: ModuleType, directory: Path, first_update_step: int) -> None:
-        self._writer = module.SummaryWriter(str(directory), purge_step=first_update_step)
+    def __init__(self, module: ModuleType, directory: Path, last_update_step: int) -> None:
+        self._writer = module.SummaryWriter(str(directory), purge_step=last_update_step + 1)
 
     def log(self, update_step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -414,6 +414,15 @@ def test_what_else_cannot_be_written_is_said_too(
     monkeypatch.setattr("tstar.tracking.MetricsFile.append", refuse)
     with pytest.raises(UserError, match=r"metrics.jsonl: could not be written .* there is no checkpoint"):
         finish(tmp_path / "metrics", tiny_config(base))
+    monkeypatch.undo()
+
+    def block(event: str, *_: object) -> None:
+        if event == "stage":
+            (tmp_path / "evaluations" / "eval").rmdir()
+            (tmp_path / "evaluations" / "eval").touch()
+
+    with pytest.raises(UserError, match=r"eval/000000-b4: could not be written \(File exists.* --resume"):
+        finish(tmp_path / "evaluations", tiny_config(base), Watch(block))
 
 
 def test_rollouts_stay_within_their_limit(base: Path, tmp_path: Path) -> None:

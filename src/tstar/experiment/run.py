@@ -145,7 +145,7 @@ def _train(run: RunDir, config: RunConfig, parts: Parts, watch: Watch, parallel:
         if parallel.is_main:
             file = opened.enter_context(closing(MetricsFile(run.metrics)))
             file.truncate(offset)
-            tracking = _start_tracking(run, config, file, begin.update_step)
+            tracking = _start_tracking(run, config, file, -1 if latest is None else begin.checkpoint)
             journal = Journal(run, opened.enter_context(closing(tracking)), watch.on_event)
         scorer = opened.enter_context(parts.rewards)
         workforce: Workforce = OneProcess() if parallel.is_alone else Team(parallel)
@@ -181,10 +181,10 @@ def _problem_set(
     return found if num_problems is None else found.first(num_problems)
 
 
-def _start_tracking(run: RunDir, config: RunConfig, file: MetricsFile, update_step: int) -> Tracking:
+def _start_tracking(run: RunDir, config: RunConfig, file: MetricsFile, latest: int) -> Tracking:
     settings = to_plain(config)
     trackers = [
-        start_tracker(name, run.path, config.tracking.project, settings, update_step)
+        start_tracker(name, run.path, config.tracking.project, settings, latest)
         for name in config.tracking.trackers
     ]
     return Tracking(file, trackers)

@@ -211,7 +211,8 @@ class RunWorld:
         self._workforce.on_writer(lambda: self._save(progress))
 
     def _save(self, progress: Progress) -> None:
-        state = {"progress": progress.to_record(), "metrics_offset": self._journal.offset}
+        with self.run.writing(self.run.metrics):
+            state = {"progress": progress.to_record(), "metrics_offset": self._journal.offset}
 
         def fill(directory: Path) -> None:
             self.policy.save(directory)
@@ -251,7 +252,8 @@ class RunWorld:
         """A checkpoint's model under a name of its own; its files are shared, not copied, where possible."""
         source = self.run.checkpoint_path(number) / MODEL
         if source.is_dir():  # it is not if a leave is said again after the next stage was saved
-            atomic.link_directory(source, directory)
+            with self.run.writing(directory):
+                atomic.link_directory(source, directory)
 
     # -- private -------------------------------------------------------------------------------
 
@@ -317,8 +319,12 @@ class RunWorld:
             kept=Kept(decoded, time.perf_counter() - began),
         )
         self.check_interrupt()
-        self._workforce.on_writer(lambda: write_evaluation(directory, evaluation))
+        self._workforce.on_writer(lambda: self._write_evaluation(directory, evaluation))
         return evaluation
+
+    def _write_evaluation(self, directory: Path, evaluation: Evaluation) -> None:
+        with self.run.writing(directory):
+            write_evaluation(directory, evaluation)
 
     def _cold_start(self, stage: Stage, progress: Progress) -> None:
         cold_start = stage.cold_start
