@@ -459,10 +459,10 @@ def test_neither_sleep_nor_weights_come_in_the_middle_of_a_response(model: Langu
 
 
 def test_a_budget_is_bytes_or_a_share_of_what_is_free(model: LanguageModel) -> None:
-    small, large = (Engine(model, EngineConfig(memory=m))._memory for m in (64 << 20, 68 << 20))
+    small, large = (Engine(model, EngineConfig(memory=m))._memory for m in (16 << 20, 18 << 20))
     assert small.num_pages < large.num_pages
     share = Engine(model, EngineConfig(memory=0.25, max_requests=4))._memory
-    assert share.budget > 64 << 20
+    assert share.budget > 18 << 20
     assert share.num_pages == 4 * 512 // 16, "no more than the requests can use"
     with pytest.raises(UserError, match=r"memory: 1,000 bytes hold no keys and values beside .*; give more"):
         Engine(model, EngineConfig(memory=1000))

@@ -111,7 +111,7 @@ def test_the_store_says_what_a_token_costs() -> None:
     config = make_config("sdar")
     store = KVStore(config, num_pages=3, page_size=5, dtype=torch.bfloat16)
     total = sum(x.numel() * x.element_size() for x in (store.keys, store.values))
-    assert total == 15 * KVStore.num_bytes_per_token(config, torch.bfloat16)
+    assert total == (3 + 1) * 5 * KVStore.num_bytes_per_token(config, torch.bfloat16), "with the scratch page"
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

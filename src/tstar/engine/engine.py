@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tstar.engine.batch import Batch, Running
-from tstar.engine.memory import MemoryPlan
+from tstar.engine.graphs import PaddedForwards
+from tstar.engine.memory import MemoryPlan, max_inputs
 from tstar.engine.pages import PageTable, Prompt
 from tstar.engine.plan import ForwardPlan, plan_forward
 from tstar.engine.randomness import keyed_uniforms
@@ -68,6 +69,7 @@ class Engine:
         self._undelivered: list[Event] = []
         """How other requests ended while a `generate` or `stream` was served."""
         self._store: KVStore | None = None
+        self._padded: PaddedForwards | None = None
         self.wake()
 
     # -- requests ----------------------------------------------------------------------------------
@@ -195,11 +197,16 @@ class Engine:
         reads = (
             plan.reads if len(plan.reads) else np.zeros(1, dtype=np.int64)
         )  # a model wants something to do
-        hidden = model(
-            torch.from_numpy(plan.token_ids).to(device),
-            store.prepare(plan.rows),
-            torch.from_numpy(reads).to(device),
-        )[: len(plan.reads)]
+        hidden = None
+        if self._padded is not None:
+            hidden = self._padded.run(plan.token_ids, plan.rows, reads)
+        if hidden is None:
+            hidden = model(
+                torch.from_numpy(plan.token_ids).to(device),
+                store.prepare(plan.rows),
+                torch.from_numpy(reads).to(device),
+            )
+        hidden = hidden[: len(plan.reads)]
         self.num_forwards += 1
         temperature = batch.temperature[slots]
         key = batch.seeds[slots], batch.step[slots], plan.read_places
@@ -390,30 +397,36 @@ class Engine:
                     f"weights: {name} has shape {tuple(given[name].shape)}, the model "
                     f"{tuple(own[name].shape)}; give weights of the same config"
                 )
+        places = [parameter.data_ptr() for parameter in own.values()]
         for name, parameter in own.items():
             new = given[name].detach()
             if new.dtype == parameter.dtype and new.device == parameter.device:
                 parameter.data = new
             else:
                 parameter.data.copy_(new)
+        if self._padded is not None and places != [parameter.data_ptr() for parameter in own.values()]:
+            self._padded.forget()
         self.weight_version = version
         self._pages.forget_unused()
 
     def sleep(self) -> None:
         """Give the memory of keys and values back; `wake` takes it again."""
         self._refuse_unfinished("sleep")
-        self._store = None
+        self._store = self._padded = None
 
     def wake(self) -> None:
         """Take the budget's memory, measured now if it is a fraction; nothing happens to an engine awake."""
         if self._store is not None:
             return
-        model = self.model
-        self._memory = self._plan_memory()
+        model, page_size = self.model, self.config.page_size
+        self._memory = memory = self._plan_memory()
         self._store = KVStore(
-            model.config, self._memory.num_pages, self.config.page_size, model.dtype, model.device
+            model.config, memory.num_pages, page_size, model.dtype, model.device, memory.limits
         )
-        self._pages = PageTable(self._memory.num_pages, self.config.page_size)
+        self._pages = PageTable(memory.num_pages, page_size)
+        if memory.max_padded_tokens > 0:
+            num_inputs = max_inputs(self.config, model.config, memory.limits)
+            self._padded = PaddedForwards(model, self._store, memory, num_inputs)
 
     def _plan_memory(self) -> MemoryPlan:
         return MemoryPlan.of(self.config, self.model.config, self.model.dtype, self.model.device)

@@ -10,13 +10,18 @@ import torch
 from tstar.cgroup import read_limits
 from tstar.engine.request import EngineConfig
 from tstar.errors import UserError
-from tstar.model.attention.store import KVStore, gather_limits
+from tstar.model.attention.padded import padded_limits
+from tstar.model.attention.store import GatherLimits, KVStore, gather_limits
 from tstar.model.config import ModelConfig
 
 BYTES_PER_LOGIT = 32
 """A logit, its exponential in fp32, and what sorting and filtering copy."""
 MAX_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits of one portion: full matmul speed, and on the CPU not much more than its cache."""
+MAX_PADDED_TOKENS = 1024
+"""Of a forward in a fixed shape: beyond that a GPU is busy enough for launches not to matter."""
+MAX_GRAPH_BYTES = 512 << 20
+"""What recorded forwards may take beside what they compute in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,12 @@ class MemoryPlan:
     """Logits of one portion."""
     max_forward_tokens: int
     num_pages: int
+    limits: GatherLimits
+    """Of what attention gathers at once."""
+    max_padded_tokens: int
+    """Of a forward in a fixed shape; 0: there are none."""
+    graph_bytes: int
+    """What recorded forwards may take in all."""
 
     @classmethod
     def of(
@@ -41,25 +52,46 @@ class MemoryPlan:
         max_logits = min(MAX_LOGITS.get(device.type, MAX_LOGITS["cuda"]), rows * model.vocab_size)
         max_logits = max(max_logits, model.vocab_size)
         per_token = activation_bytes_per_token(model, dtype)
-        fixed = max_logits * BYTES_PER_LOGIT + attention_bytes(model, dtype, device)
+        limits = gather_limits(device, budget // 8 // dtype.itemsize)
+        max_padded_tokens, graph_bytes = 0, 0
+        if settings.uses_graphs(device):
+            max_padded_tokens = min(MAX_PADDED_TOKENS, max(1, budget // 16 // per_token))
+            graph_bytes = padded_bytes(settings, model, dtype, limits) + max_padded_tokens * per_token
+            graph_bytes += min(MAX_GRAPH_BYTES, budget // 16)
+        fixed = max_logits * BYTES_PER_LOGIT + attention_bytes(model, dtype, limits) + graph_bytes
         num_tokens = min(settings.max_forward_tokens, max(0, budget - fixed) // 4 // per_token)
         page_bytes = settings.page_size * KVStore.num_bytes_per_token(model, dtype)
-        num_pages = (budget - fixed - num_tokens * per_token) // page_bytes
+        num_pages = (budget - fixed - num_tokens * per_token) // page_bytes - 1  # the scratch page
         if num_pages < 1 or num_tokens < 1:
             raise UserError(
                 f"memory: {budget:,} bytes hold no keys and values beside {fixed:,} for logits and attention "
                 f"and {per_token:,} for each token of a forward; give more"
             )
         most_useful = settings.max_requests * -(-model.max_position_embeddings // settings.page_size)
-        return cls(budget, max_logits, num_tokens, min(num_pages, most_useful))
+        num_pages = min(num_pages, most_useful)
+        return cls(budget, max_logits, num_tokens, num_pages, limits, max_padded_tokens, graph_bytes)
 
 
-def attention_bytes(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+def attention_bytes(model: ModelConfig, dtype: torch.dtype, limits: GatherLimits) -> int:
     """What one layer's attention holds at once: gathered keys and values, scores and their softmax."""
-    limits = gather_limits(device)
     longest_context = model.max_position_embeddings * 5 // 4  # as it is padded
     gathered = max(limits.gathered, longest_context * model.num_key_value_heads * model.head_dim)
     return 2 * (gathered + limits.scores) * dtype.itemsize
+
+
+def padded_bytes(settings: EngineConfig, model: ModelConfig, dtype: torch.dtype, limits: GatherLimits) -> int:
+    """The same of a forward in a fixed shape, whose memory nothing else may use: and the bias of all its
+    rows, and its inputs, which are pages for the most part."""
+    limits = padded_limits(limits)
+    computed = 2 * (limits.gathered + 2 * limits.scores) * dtype.itemsize
+    return computed + max_inputs(settings, model, limits) * torch.int64.itemsize
+
+
+def max_inputs(settings: EngineConfig, model: ModelConfig, limits: GatherLimits) -> int:
+    """Numbers that a forward in a fixed shape is described by: its tokens and its page table."""
+    longest_context = model.max_position_embeddings * 3 // 2 + settings.page_size
+    num_pages = min(settings.max_requests * 3 // 2 * longest_context, limits.scores) // settings.page_size
+    return 4 * MAX_PADDED_TOKENS + num_pages
 
 
 def activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:

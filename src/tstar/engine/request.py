@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from jaxtyping import Float64, Int64
 
 from tstar.model.config import ModelConfig
@@ -92,6 +93,10 @@ class Request:
         _require(self.seed < 2**64, "seed", self.seed, "use less than 2**64")
 
 
+GRAPHS_BY_DEFAULT = {"cuda": True}
+"""Kinds of devices that record forwards unless told otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine may use."""
@@ -105,6 +110,12 @@ class EngineConfig:
     """Tokens of one forward; longer prompts are read in several."""
     page_size: int = 16
     """Tokens per page of keys and values."""
+    graphs: bool | None = None
+    """Pad short forwards to few shapes; a GPU records each shape once, as a CUDA graph, and repeats it. On a
+    CPU it only pads. None: on a GPU alone."""
+
+    def uses_graphs(self, device: torch.device) -> bool:
+        return GRAPHS_BY_DEFAULT.get(device.type, False) if self.graphs is None else self.graphs
 
     def __post_init__(self) -> None:
         is_fraction = isinstance(self.memory, float) and 0 < self.memory <= 1

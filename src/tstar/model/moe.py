@@ -53,7 +53,9 @@ class Experts(nn.Module):
         """Sort (token, choice) pairs by expert, run each expert on its run of rows, add back up."""
         order = chosen.flatten().argsort(stable=True)
         tokens = order // chosen.shape[1]
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.gate_up_proj))
+        # bincount would ask the device for the largest number, and a recorded forward cannot.
+        counts = torch.zeros(len(self.gate_up_proj), dtype=torch.int64, device=hidden.device)
+        counts.index_add_(0, chosen.flatten(), torch.ones_like(order))
         rows = hidden.index_select(0, tokens)
         if hidden.is_cuda:
             ends = counts.cumsum(0).to(torch.int32)

@@ -47,10 +47,15 @@ CPU_LIMITS = GatherLimits(gathered=1 << 21, scores=1 << 22, group_cost=1 << 18)
 """Keys, values and scores should stay in the last-level cache."""
 GPU_LIMITS = GatherLimits(gathered=1 << 25, scores=1 << 26, group_cost=1 << 23)
 """A group is a dozen kernels a layer, so there should be few; not measured finely."""
+LEAST_LIMIT = 1 << 14
 
 
-def gather_limits(device: torch.device) -> GatherLimits:
-    return CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
+def gather_limits(device: torch.device, most_numbers: int | None = None) -> GatherLimits:
+    """A device's limits, halved until keys, values, scores and their softmax are at most so many numbers."""
+    limits = CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
+    while most_numbers is not None and limits.gathered > LEAST_LIMIT and 2 * sum(limits[:2]) > most_numbers:
+        limits = limits._replace(gathered=limits.gathered // 2, scores=limits.scores // 2)
+    return limits
 
 
 class KVStore:
@@ -63,13 +68,16 @@ class KVStore:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        limits: GatherLimits | None = None,
     ) -> None:
         self.page_size = page_size
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        shape = (config.num_hidden_layers, num_pages, self.num_kv_heads, page_size, self.head_dim)
-        self.limits = gather_limits(torch.device(device))
+        self.scratch_page = num_pages
+        """One page more, nobody's: where padding writes."""
+        shape = (config.num_hidden_layers, num_pages + 1, self.num_kv_heads, page_size, self.head_dim)
+        self.limits = limits or gather_limits(torch.device(device))
         self.keys = _zeros(shape, dtype, torch.device(device))
         self.values = _zeros(shape, dtype, torch.device(device))
 
@@ -81,6 +89,21 @@ class KVStore:
     def prepare(self, rows: StoreRows) -> StoreAttention:
         """Make one forward's rows ready; tokens are fed in the order of the rows."""
         return StoreAttention(self, rows)
+
+    def write(
+        self,
+        layer: int,
+        slots: Int64[Tensor, " tokens_heads"],
+        key: Float[Tensor, "tokens kv_heads head_dim"],
+        value: Float[Tensor, "tokens kv_heads head_dim"],
+    ) -> tuple[
+        Float[Tensor, "pages kv_heads page_size head_dim"], Float[Tensor, "pages kv_heads page_size head_dim"]
+    ]:
+        """Put a layer's keys and values into their slots; the layer's pages."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys.view(-1, self.head_dim).index_copy_(0, slots, key.reshape(-1, self.head_dim))
+        values.view(-1, self.head_dim).index_copy_(0, slots, value.reshape(-1, self.head_dim))
+        return keys, values
 
     def copy_page(self, source: int, target: int) -> None:
         for pages in (self.keys, self.values):
@@ -171,12 +194,9 @@ class StoreAttention:
         key: Float[Tensor, "tokens kv_heads head_dim"],
         value: Float[Tensor, "tokens kv_heads head_dim"],
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        keys, values = self._store.keys[layer], self._store.values[layer]
-        head_dim = keys.shape[-1]
         if self._mirrored is not None:
             key, value = key.index_select(0, self._mirrored), value.index_select(0, self._mirrored)
-        keys.view(-1, head_dim).index_copy_(0, self._slots, key.reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, self._slots, value.reshape(-1, head_dim))
+        keys, values = self._store.write(layer, self._slots, key, value)
         parts = [group.attend(query, keys, values) for group in self._groups]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return mixed if self._back is None else mixed.index_select(0, self._back)
@@ -203,25 +223,36 @@ class _Group:
         keys: Float[Tensor, "pages kv_heads page_size head_dim"],
         values: Float[Tensor, "pages kv_heads page_size head_dim"],
     ) -> Float[Tensor, "kept heads head_dim"]:
-        num_pieces, num_lengths, num_keys = self.bias.shape
-        kv_heads, page_size, head_dim = keys.shape[1:]
         picked = query if self.tokens is None else query.index_select(0, self.tokens)
-        q = picked.view(num_pieces, -1, kv_heads, query.shape[1] // kv_heads, head_dim).transpose(1, 2)
-        length, num_shared = q.shape[2:4]
-        q = (q * head_dim**-0.5).reshape(num_pieces * kv_heads, -1, head_dim)
-        k, v = (
-            x.view(-1, page_size * head_dim).index_select(0, self.contexts).view(len(q), num_keys, head_dim)
-            for x in (keys, values)
-        )
-        scores = torch.bmm(q, k.transpose(1, 2))
-        if num_lengths == 1:
-            scores.view(num_pieces, -1, num_keys).add_(self.bias)
-        else:
-            scores.view(num_pieces, kv_heads, length, num_shared, num_keys).add_(self.bias[:, None, :, None])
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), v)
-        mixed = mixed.view(num_pieces, kv_heads, length, num_shared, head_dim).transpose(1, 2)
-        out = mixed.reshape(num_pieces * length, -1, head_dim)
-        return out if self.kept is None else out.index_select(0, self.kept)
+        mixed = mix(picked, keys, values, self.contexts, self.bias)
+        return mixed if self.kept is None else mixed.index_select(0, self.kept)
+
+
+def mix(
+    query: Float[Tensor, "queries heads head_dim"],
+    keys: Float[Tensor, "pages kv_heads page_size head_dim"],
+    values: Float[Tensor, "pages kv_heads page_size head_dim"],
+    contexts: Int64[Tensor, " pieces_heads_pages"],
+    bias: Float[Tensor, "pieces lengths context"],
+) -> Float[Tensor, "queries heads head_dim"]:
+    """Softmax attention of pieces of one shape, each to the pages that are its context (see `_Group`)."""
+    num_pieces, num_lengths, num_keys = bias.shape
+    kv_heads, page_size, head_dim = keys.shape[1:]
+    q = query.view(num_pieces, -1, kv_heads, query.shape[1] // kv_heads, head_dim).transpose(1, 2)
+    length, num_shared = q.shape[2:4]
+    q = (q * head_dim**-0.5).reshape(num_pieces * kv_heads, -1, head_dim)
+    k, v = (
+        x.view(-1, page_size * head_dim).index_select(0, contexts).view(len(q), num_keys, head_dim)
+        for x in (keys, values)
+    )
+    scores = torch.bmm(q, k.transpose(1, 2))
+    if num_lengths == 1:
+        scores.view(num_pieces, -1, num_keys).add_(bias)
+    else:
+        scores.view(num_pieces, kv_heads, length, num_shared, num_keys).add_(bias[:, None, :, None])
+    mixed = torch.bmm(torch.softmax(scores, dim=-1), v)
+    mixed = mixed.view(num_pieces, kv_heads, length, num_shared, head_dim).transpose(1, 2)
+    return mixed.reshape(num_pieces * length, -1, head_dim)
 
 
 # -- planning ----------------------------------------------------------------------------------
