@@ -168,6 +168,31 @@ def test_a_method_can_be_hidden(browser: Browser, world_page: str) -> None:
     assert browser.script(series) == ["direct-b16", "direct-b8"]
 
 
+def test_seeds_lie_over_each_other(browser: Browser, tmp_path: Path) -> None:
+    for seed in range(3):
+        make_run(tmp_path / "e" / f"seed{seed}" / "tstar", [(4, 5), (8, 5)], seed=seed)
+        for label, accuracy in (("base", 0.5), ("T*", 0.6)):
+            how = Evaluated(label, 8, accuracy + 0.01 * seed, num_problems=2)
+            make_evaluation(tmp_path / "e" / f"seed{seed}" / "eval" / label, how, seed=seed)
+    url = write_page(tmp_path / "report.html", tmp_path / "e")
+    browser.open(url)
+    assert browser.all(".runs .name") == ["tstar 3 seeds"]
+    assert browser.all(".verdict strong") == [
+        "B = 8: T* is 10.0 points [8.3, 11.7] ahead of base over 3 seeds."
+    ]
+    assert browser.all("#validation .legend button") == ["tstar (3 seeds)"]
+    count = "return document.querySelectorAll(given[0]).length"
+    assert browser.script(count, "#validation .faint") == 3
+    assert browser.script(count, "#validation [data-series=tstar]") == 4  # and their mean
+    assert browser.script(count, "#health [data-panel=reward] [data-series=tstar]") == 4
+    assert browser.script(count, "#validation .stage-mark line") == 1
+    assert browser.script(count, "#block-size .error") == 2
+    assert {"base ×3", "T* ×3"} <= set(browser.all("#schedules .legend button"))
+    browser.script("document.querySelector('#validation .legend button').click()")
+    assert browser.script(count, "#validation [data-series=tstar]") == 0
+    browser.quiet(url)
+
+
 # -- the player --------------------------------------------------------------------------------
 
 

@@ -72,15 +72,65 @@ def test_ar_models_stand_beside_every_way_of_decoding_the_same_problems(world_re
     assert ar == ["math500 · dynamic 0.9"]
 
 
-def test_several_evaluations_of_a_method_are_one_point(tmp_path: Path) -> None:
-    for seed, accuracy in enumerate((0.5, 0.6, 0.7)):
-        make_evaluation(tmp_path / f"e{seed}", Evaluated("T*", 8, accuracy), seed=seed)
-    (score,) = build([tmp_path]).scores
+@pytest.mark.parametrize(
+    ("accuracies", "half"),
+    [
+        ((0.59, 0.6, 0.61), 4.303 * 0.01 / 3**0.5),
+        ((0.6, 0.6, 0.6), 0.021),  # seeds that agree say no more of other problems than one of them
+    ],
+)
+def test_several_seeds_of_a_method_are_one_point(
+    tmp_path: Path, accuracies: tuple[float, ...], half: float
+) -> None:
+    for seed, accuracy in enumerate(accuracies):
+        make_evaluation(tmp_path / f"seed{seed}" / "eval", Evaluated("T*", 8, accuracy), seed=seed)
+    report = build([tmp_path])
+    (score,) = report.scores
     assert score.num_evaluations == 3
+    assert {s: i.value for s, i in score.by_seed.items()} == dict(zip("012", accuracies, strict=True))
     assert score.accuracy is not None
     assert (score.accuracy.value, score.accuracy.low, score.accuracy.high) == pytest.approx(
-        (0.6, 0.5 - 0.021, 0.7 + 0.021)
+        (0.6, 0.6 - half, 0.6 + half)
     )
+    (figure,) = report.schedules  # of all three files
+    assert (figure.num_files, figure.num_responses) == (3, 72)
+    assert {r.file for r in report.samples.responses} <= {"seed 0", "seed 1", "seed 2"}
+
+
+def test_seeds_of_a_run_are_one_arm(tmp_path: Path) -> None:
+    lengths = {0: 10, 1: 10, 2: 7}
+    for seed, num_updates in lengths.items():
+        make_run(tmp_path / f"seed{seed}" / "tstar", [(4, 5), (8, num_updates)], seed=seed)
+        make_run(tmp_path / f"seed{seed}" / "direct-b8", [(8, 5)], seed=10 + seed)
+    make_run(tmp_path / "tstar-long", [(4, 5)])
+    report = build([tmp_path])
+    assert [(a.name, len(a.runs)) for a in report.arms] == [("direct-b8", 3), ("tstar", 3), ("tstar-long", 1)]
+    assert {report.runs[i].name for i in report.arms[1].runs} == {f"seed{s}/tstar" for s in lengths}
+    (direct, tstar) = report.validation.means
+    assert (direct.arm, tstar.arm) == (0, 1)
+    # As far as all seeds go: the third was killed after update 12.
+    assert [[p.update_step for p in s] for s in tstar.segments] == [[0, 5], [5, 10]]
+    first = [c.segments[0][0].accuracy.value for c in report.validation.curves[1:6:2]]
+    assert tstar.segments[0][0].accuracy.value == pytest.approx(sum(first) / 3)
+    (reward,) = (p for p in report.health.panels if p.name == "reward")
+    assert [x for x, _ in reward.means[1].points] == list(range(1, 13))
+    assert [b.block_size for b in report.validation.bases] == [4, 8]  # what the runs began with
+    assert report.validation.bases_setting == ""
+
+
+def test_the_trained_policy_comes_first_and_the_runs_own_validations_do_not_count(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "tstar", [(8, 5)])
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    write_lines(run / "metrics.jsonl", [json.dumps(json.loads(e) | {"policy": "static k=4"}) for e in lines])
+    make_evaluation(run / "eval" / "000005-b8", Evaluated("", 8, 0.9, policy="static k=4", data="validation"))
+    for policy in ("dynamic 0.9", "static k=4"):
+        for label in ("base", "T*"):
+            make_evaluation(tmp_path / "eval" / label / policy, Evaluated(label, 8, 0.5, policy=policy))
+    report = build([tmp_path])
+    assert report.settings == ("math500 · static k=4", "math500 · dynamic 0.9", "validation · static k=4")
+    assert {s.setting for s in report.scores} == {0, 1}
+    assert [e.is_selected for e in report.evaluations] == [True] * 4 + [False]
+    assert report.facts == ("validated with static k=4",)
 
 
 def test_a_run_is_judged_by_its_best_checkpoint(tmp_path: Path) -> None:
@@ -116,7 +166,10 @@ def test_settings_are_never_mixed(tmp_path: Path) -> None:
     report = build([tmp_path])
     assert len(report.settings) == 2
     assert all(s.num_evaluations == 1 for s in report.scores)
-    assert [v.split(",")[0] for v in report.verdict] == ["math500 · static k=4", "math500 · dynamic 0.9"]
+    assert [c.numbers.split(":")[0] for c in report.verdict] == [
+        "math500 · static k=4",
+        "math500 · dynamic 0.9",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -148,27 +201,64 @@ def test_methods_are_known_by_name(label: str, slot: str | None) -> None:
     [
         (0.6, "T* is 10.0 points ahead of base; the intervals do not overlap."),
         (0.53, "T* is 3.0 points ahead of base, but the intervals overlap: these data do not separate them."),
-        (0.4, "base is 10.0 points ahead of T*; the intervals do not overlap."),
-        (0.5, "Equal."),
+        (0.4, "T* is 10.0 points behind base; the intervals do not overlap."),
+        (0.5, "T* and base are equal."),
     ],
 )
 def test_the_verdict_says_what_the_intervals_allow(tmp_path: Path, accuracy: float, verdict: str) -> None:
     make_evaluation(tmp_path / "base", Evaluated("base", 16, 0.5))
     make_evaluation(tmp_path / "t", Evaluated("T*", 16, accuracy))
-    (sentence,) = build([tmp_path]).verdict
-    assert sentence.startswith("math500 · dynamic 0.9, B = 16: ")
-    assert sentence.endswith(verdict)
+    (claim,) = build([tmp_path]).verdict
+    assert claim.text == f"B = 16: {verdict}"
+    assert claim.numbers.startswith("math500 · dynamic 0.9: ")
+    assert "base 50.0 % [47.9, 52.1] at TPF " in claim.numbers
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ((0.02, 0.03, 0.04), "T* is 3.0 points [0.5, 5.5] ahead of TraceRL over 3 seeds."),
+        (
+            (0.0, 0.02, 0.04),
+            (
+                "T* is 2.0 points [-3.0, 7.0] ahead of TraceRL over 3 seeds, "
+                "but the interval holds 0: these data do not separate them."
+            ),
+        ),
+        ((-0.02, -0.03, -0.04), "T* is 3.0 points [0.5, 5.5] behind TraceRL over 3 seeds."),
+        (
+            (0.02,),
+            "T* is 2.0 points ahead of TraceRL, but the intervals overlap: these data do not separate them.",
+        ),
+    ],
+)
+def test_seeds_are_compared_one_by_one(tmp_path: Path, gains: tuple[float, ...], verdict: str) -> None:
+    """Bases differ more from seed to seed than methods do: only the differences are steady."""
+    for seed, gain in enumerate(gains):
+        start = 0.4 + 0.1 * seed
+        for name, label, accuracy in (("direct-b8", "TraceRL", start), ("tstar", "T*", start + gain)):
+            make_evaluation(tmp_path / f"seed{seed}" / "eval" / name, Evaluated(label, 8, accuracy))
+    (claim,) = build([tmp_path]).verdict
+    assert claim.text == f"B = 8: {verdict}"
+    assert (", means of 3 seeds: " in claim.numbers) == (len(gains) == 3)
+
+
+def test_t_star_is_compared_even_if_it_is_last(tmp_path: Path) -> None:
+    for label, accuracy in (("base", 0.6), ("TraceRL", 0.55), ("T*", 0.4)):
+        make_evaluation(tmp_path / label, Evaluated(label, 8, accuracy))
+    (claim,) = build([tmp_path]).verdict
+    assert claim.text == "B = 8: T* is 20.0 points behind base; the intervals do not overlap."
 
 
 def test_the_verdict_claims_nothing_without_intervals(tmp_path: Path) -> None:
     for label, accuracy in (("base", 0.2), ("T*", 0.9)):
         make_evaluation(tmp_path / label, Evaluated(label, 8, accuracy), accuracy={"value": accuracy})
-    (sentence,) = build([tmp_path]).verdict
-    assert sentence.endswith("these data do not separate them.")
+    (claim,) = build([tmp_path]).verdict
+    assert claim.text.endswith("these data do not separate them.")
 
 
 def test_the_guard_is_named(world_report: Report) -> None:
-    assert "direct-b16: the guard warned at update 38" in " ".join(world_report.verdict)
+    assert "direct-b16: the guard warned at update 38" in " ".join(c.text for c in world_report.verdict)
 
 
 # -- what is missing ---------------------------------------------------------------------------
@@ -186,7 +276,7 @@ def test_a_run_in_progress(tmp_path: Path) -> None:
     assert report.runs[0].status == "in progress or interrupted, 6 updates done"
     assert len(report.validation.curves) == 1
     assert len(report.health.panels) == 9
-    assert "best validation accuracy" in report.verdict[0]
+    assert "best validation accuracy at B = 4" in report.verdict[0].text
     render(report)
 
 
@@ -309,7 +399,7 @@ def test_a_roll_back_begins_a_new_segment(tmp_path: Path) -> None:
     report = build([run])
     (reward,) = (p for p in report.health.panels if p.name == "reward")
     assert [[x for x, _ in s] for s in reward.curves[0].segments] == [[1, 2, 3, 4, 5, 6], [4, 5, 6]]
-    assert "the guard rolled it back at update 6: too far" in report.verdict[0]
+    assert "the guard rolled it back at update 6: too far" in report.verdict[0].text
 
 
 def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -358,7 +448,8 @@ def test_a_large_run_is_sampled_and_says_so(tmp_path: Path, monkeypatch: pytest.
     assert len(page.encode()) < 10_000_000
     said = notices(report)
     assert "run: rollouts of 3 of 200 stored update steps are looked at" in said
-    assert "run/rollouts/000200.jsonl: schedules are from 50 of 500 stored responses" in said
+    names = ", ".join(f"run/rollouts/{update:06}.jsonl" for update in (1, 100, 200))
+    assert f"{names}: schedules are from 50 of 500 stored responses" in said
     assert [f.block_size for f in report.schedules] == [4, 4, 8]
 
 

@@ -139,6 +139,8 @@ def test_tables_are_written_twice(world_report: Report, tmp_path: Path) -> None:
 def test_figures_are_written_in_three_formats(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: tstar[report]")
     make_run(tmp_path / "runs" / "tstar $x^2$", [(4, 4), (8, 4)])
+    for seed in range(2):
+        make_run(tmp_path / "runs" / f"seed{seed}" / "direct-b8", [(8, 5)], seed=seed)
     make_evaluation(tmp_path / "runs" / "base", Evaluated("base", 8, 0.5, num_problems=2))
     make_evaluation(tmp_path / "runs" / "ar", Evaluated("AR", 1, 0.7, num_problems=2, policy="next token"))
     from tstar.report.content import build
@@ -157,6 +159,7 @@ def test_figures_are_written_in_three_formats(tmp_path: Path) -> None:
     drawn = (tmp_path / "validation-accuracy.svg").read_text()
     assert "tstar $x^2$" in drawn  # a name, no formula
     assert "B = 8" in drawn
+    assert "direct-b8 (2 seeds)" in drawn
     assert "KL to the old policy" in (tmp_path / "training-health.svg").read_text()
 
 

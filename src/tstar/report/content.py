@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
 
 from tstar.report import verdict
-from tstar.report.curves import draw_health, draw_validation
+from tstar.report.curves import Arm, draw_health, draw_validation
 from tstar.report.methods import Methods, name_run, number_methods
 from tstar.report.record import Difference, EvaluationView, Report, RunView, Score
 from tstar.report.schedules import ResponseSource, read_schedules
+from tstar.report.seeds import mean_interval, split_seed
 from tstar.report.sources import (
     EvaluationSource,
     Found,
@@ -54,12 +54,14 @@ def build(paths: Sequence[Path]) -> Report:
     runs = [run for run in read if not run.is_sft]
     evaluations = _read_evaluations(found, names, notices)
     methods = number_methods([e.label for e in evaluations], [_run_label(r, evaluations) for r in runs])
-    settings = tuple(dict.fromkeys(_setting(e) for e in evaluations))
+    settings = _order_settings(evaluations, runs)
     views = _view_evaluations(evaluations, runs, methods, settings)
     scores = _with_ar(list(_scores(views)), methods, settings)
+    arms = _arms(runs, [methods.index(_run_label(run, evaluations)) for run in runs])
     run_views = tuple(
         RunView(
             name=run.name,
+            arm=next(i for i, arm in enumerate(arms) if number in arm.runs),
             method=methods.index(_run_label(run, evaluations)),
             status=_status(run),
             is_running=not run.is_ended,
@@ -67,7 +69,7 @@ def build(paths: Sequence[Path]) -> Report:
             guards=run.guards,
             config_yaml=run.config_yaml,
         )
-        for run in runs
+        for number, run in enumerate(runs)
     )
     _note_runs(runs, evaluations, notices)
     if len(runs) < len(read):
@@ -77,22 +79,24 @@ def build(paths: Sequence[Path]) -> Report:
     schedules, samples = read_schedules(sources, notices)
     report = Report(
         title=_title(paths),
+        facts=tuple(_facts(runs)),
         verdict=(),
         notices=(),
         methods=methods.all,
+        arms=arms,
         runs=run_views,
         settings=tuple(s.name for s in settings),
         evaluations=views,
         scores=tuple(scores),
-        validation=draw_validation(runs, *_bases(views, evaluations, methods, runs, settings)),
-        health=draw_health(runs, notices),
+        validation=draw_validation(runs, arms, *_bases(views, evaluations, methods, runs, settings)),
+        health=draw_health(runs, arms, notices),
         schedules=schedules,
         samples=samples,
         differences=tuple(_differences(runs)),
     )
     if not evaluations:
         notices.append(Notice("report", "no evaluation was found: accuracy is the runs' own validation"))
-    return replace(report, verdict=tuple(verdict.sentences(report)), notices=tuple(notices))
+    return replace(report, verdict=tuple(verdict.claims(report)), notices=_merge(notices))
 
 
 # -- names -------------------------------------------------------------------------------------
@@ -111,6 +115,33 @@ def _setting(evaluation: EvaluationSource) -> Setting:
     return Setting(evaluation.data, evaluation.policy, evaluation.temperature, evaluation.max_tokens)
 
 
+def _order_settings(
+    evaluations: Sequence[EvaluationSource], runs: Sequence[RunSource]
+) -> tuple[Setting, ...]:
+    """Those that were evaluated apart from any run first, and of these the policy that runs validate with."""
+    apart = {_setting(e) for e in evaluations if e.run is None}
+    trained = {v.policy for run in runs for v in run.validations}
+    settings = dict.fromkeys(_setting(e) for e in evaluations)
+    return tuple(sorted(settings, key=lambda s: (s not in apart, s.policy not in trained)))
+
+
+MAX_MERGED = 4
+
+
+def _merge(notices: Sequence[Notice]) -> tuple[Notice, ...]:
+    """One remark for all that it holds of."""
+    sources: dict[str, list[str]] = {}
+    for notice in notices:
+        sources.setdefault(notice.text, []).append(notice.source)
+
+    def name(own: Sequence[str]) -> str:
+        names = list(dict.fromkeys(own))
+        more = len(names) - MAX_MERGED
+        return ", ".join(names[:MAX_MERGED]) + (f" and {more} more" if more > 0 else "")
+
+    return tuple(Notice(name(own), text) for text, own in sources.items())
+
+
 # -- runs --------------------------------------------------------------------------------------
 
 
@@ -118,6 +149,37 @@ def _run_label(run: RunSource, evaluations: Sequence[EvaluationSource]) -> str:
     """The method of a run: what its evaluations are called, if they agree."""
     labels = {e.label for e in evaluations if e.run == run.name}
     return labels.pop() if len(labels) == 1 else name_run(run.name, [e.label for e in evaluations])
+
+
+def _arms(runs: Sequence[RunSource], methods: Sequence[int]) -> tuple[Arm, ...]:
+    """Runs of one method whose names differ by a seed belong together."""
+    members: dict[tuple[str, int], list[int]] = {}
+    for number, (run, method) in enumerate(zip(runs, methods, strict=True)):
+        name, seed = split_seed(run.name)
+        members.setdefault((run.name if seed is None else name, method), []).append(number)
+    return tuple(
+        Arm(name if len(own) > 1 and name else runs[own[0]].name, method, tuple(own))
+        for (name, method), own in members.items()
+    )
+
+
+_FACTS = (
+    ("{}", ("data.source",)),
+    ("{} × {} responses an update", ("rollout.num_problems", "rollout.num_samples")),
+    ("learning rate {}", ("trainer.optimizer.learning_rate",)),
+    ("β = {}", ("trainer.objective.kl_beta",)),
+)
+
+
+def _facts(runs: Sequence[RunSource]) -> Iterator[str]:
+    """What a reader asks first, where all runs agree; the rest is under Configuration."""
+    for text, fields in _FACTS:
+        known = {tuple(run.config.get(field) for field in fields) for run in runs}
+        if len(known) == 1 and None not in (values := known.pop()):
+            yield text.format(*values)
+    policies = {v.policy for run in runs for v in run.validations}
+    if len(policies) == 1 and (policy := policies.pop()) is not None:
+        yield f"validated with {policy}"
 
 
 def _status(run: RunSource) -> str:
@@ -137,8 +199,9 @@ def _note_runs(
             notices.append(Notice(run.name, "has done no update yet"))
         if not run.validations:
             notices.append(Notice(run.name, "was never validated: it has no accuracy curve"))
-        if evaluations and not any(e.run == run.name for e in evaluations):
-            notices.append(Notice(run.name, "has no evaluation of its own"))
+        label = _run_label(run, evaluations)
+        if evaluations and not any(label in (e.label, e.run) for e in evaluations):
+            notices.append(Notice(run.name, "has no evaluation"))
 
 
 def _differences(runs: Sequence[RunSource]) -> Iterator[Difference]:
@@ -199,10 +262,12 @@ def _view_evaluations(
 
 
 def _select(evaluations: Sequence[EvaluationSource], runs: Sequence[RunSource]) -> Iterator[EvaluationSource]:
-    """All that stand alone; of a run, one for each block size and setting: its best by validation (the
-    paper's rule), else its last."""
+    """All that stand alone. Only if there is none, those of runs, one for each block size and setting: its
+    best by validation (the paper's rule), else its last. A run's own were what its best checkpoint was chosen
+    by, so they flatter it."""
     groups: dict[tuple[object, ...], list[EvaluationSource]] = {}
-    for e in evaluations:
+    apart = [e for e in evaluations if e.run is None]
+    for e in apart or evaluations:
         key = (e.run, e.block_size, e.offset, _setting(e)) if e.run is not None else (e.name,)
         groups.setdefault(key, []).append(e)
     by_name = {run.name: run for run in runs}
@@ -226,10 +291,11 @@ def _scores(views: Sequence[EvaluationView]) -> Iterator[Score]:
             setting=setting,
             method=method,
             block_size=block_size,
-            accuracy=_together([v.accuracy for v in cell]),
-            tokens_per_forward=_together([v.tokens_per_forward for v in cell]),
-            local_strict=_together([v.local_strict for v in cell]),
+            accuracy=mean_interval([v.accuracy for v in cell], top=1.0),
+            tokens_per_forward=mean_interval([v.tokens_per_forward for v in cell]),
+            local_strict=mean_interval([v.local_strict for v in cell], top=1.0),
             num_evaluations=len(cell),
+            by_seed=_by_seed(cell),
             num_samples=cell[0].num_samples,
             num_problems=cell[0].num_problems,
         )
@@ -250,14 +316,11 @@ def _with_ar(scores: Sequence[Score], methods: Methods, settings: Sequence[Setti
     return sorted(found, key=lambda s: (s.setting, s.block_size, s.method))
 
 
-def _together(intervals: Sequence[Interval | None]) -> Interval | None:
-    known = [i for i in intervals if i is not None]
-    if len(known) <= 1:
-        return known[0] if known else None
-    values = [i.value for i in known]
-    lows = [i.value if i.low is None else i.low for i in known]
-    highs = [i.value if i.high is None else i.high for i in known]
-    return Interval(mean(values), min(lows), max(highs))
+def _by_seed(cell: Sequence[EvaluationView]) -> Mapping[str, Interval]:
+    """Empty where a seed is not known, or not the only one of its name."""
+    seeds = [split_seed(view.name)[1] for view in cell]
+    known = {s: v.accuracy for s, v in zip(seeds, cell, strict=True) if s is not None and v.accuracy}
+    return known if len(known) == len(cell) else {}
 
 
 def _bases(
@@ -266,14 +329,18 @@ def _bases(
     methods: Methods,
     runs: Sequence[RunSource],
     settings: Sequence[Setting],
-) -> tuple[Mapping[int, Interval], str]:
-    """The bases' accuracy at the runs' block sizes: the horizontal lines of the first figure.
+) -> tuple[Mapping[int, Interval | None], str]:
+    """The bases' accuracy at the runs' block sizes, and its setting: the first figure's horizontal lines.
 
     They are only comparable to validations on the same problems, so they come from the setting that the
-    runs' own evaluations have, where there are any.
+    runs' own evaluations have, where there are any. If no base was evaluated there, the runs' validations
+    before their first update stand for it, and no setting is named.
     """
     block_sizes = {s.block_size for run in runs for s in run.stages}
-    own = [settings.index(_setting(e)) for e in evaluations if e.run is not None]
+    trained = {v.policy for run in runs for v in run.validations}
+    of_runs = [e for e in evaluations if e.run is not None]
+    alike = [e for e in of_runs if e.policy in trained] or of_runs
+    own = [settings.index(_setting(e)) for e in alike]
     bases = [
         v
         for v in views
@@ -284,8 +351,18 @@ def _bases(
     ]
     candidates = own or [v.setting for v in bases]
     setting = max(candidates, key=candidates.count, default=None)
-    lines = {v.block_size: v.accuracy for v in bases if v.setting == setting and v.accuracy is not None}
-    return lines, settings[setting].name if setting is not None and lines else ""
+    of_setting = [v for v in bases if v.setting == setting]
+    sizes = dict.fromkeys(v.block_size for v in of_setting)
+    lines = {b: mean_interval([v.accuracy for v in of_setting if v.block_size == b], 1.0) for b in sizes}
+    name = settings[setting].name if setting is not None and lines else ""
+    return (lines, name) if lines else (_starts(runs), "")
+
+
+def _starts(runs: Sequence[RunSource]) -> Mapping[int, Interval | None]:
+    """What runs began with: their validations before the first update, by block size."""
+    firsts = [run.validations[0] for run in runs if run.validations and run.validations[0].update_step == 0]
+    sizes = dict.fromkeys(v.block_size for v in firsts)
+    return {b: mean_interval([v.accuracy for v in firsts if v.block_size == b], 1.0) for b in sizes}
 
 
 # -- responses ---------------------------------------------------------------------------------
@@ -314,11 +391,12 @@ def _response_sources(
                     data=e.data,
                     group_size=max(e.num_samples, 1),
                     evaluation=e.path,
+                    offset=e.offset,
                 )
             )
-    evaluated = {e.run for e in evaluations}
+    evaluated = {view.method for view in views if view.is_selected}
     for run, run_view in zip(runs, run_views, strict=True):
-        if run.name not in evaluated:
+        if run_view.method not in evaluated:
             sources += _rollout_sources(run, run_view.method, notices)
     alone = (ResponseSource(path, names[path], None, names[path], names[path]) for path in found.trajectories)
     return [*sources, *alone]

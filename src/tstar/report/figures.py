@@ -10,6 +10,7 @@ import numpy as np
 
 from tstar import atomic
 from tstar.errors import UserError
+from tstar.report.curves import ValidationCurve, ValidationPoint
 from tstar.report.record import Report, Score
 from tstar.report.schedules import Response, ScheduleFigure
 
@@ -94,16 +95,26 @@ def _figure(width: float, height: float) -> Figure:
     return New(figsize=(width, height))
 
 
-def _run_style(report: Report, run: int) -> dict[str, Any]:
-    """As on the page: runs of one accent differ by their dashes."""
-    slots = [report.methods[r.method].slot for r in report.runs]
-    dash = DASHES[slots[:run].count(slots[run]) % len(DASHES)]
+def _arm_style(report: Report, arm: int) -> dict[str, Any]:
+    """As on the page: arms of one accent differ by their dashes."""
+    slots = [report.methods[a.method].slot for a in report.arms]
+    dash = DASHES[slots[:arm].count(slots[arm]) % len(DASHES)]
+    name, num_seeds = report.arms[arm].name, len(report.arms[arm].runs)
     return {
-        "color": COLOURS[slots[run]],
-        "marker": MARKERS.get(slots[run], "o"),
+        "color": COLOURS[slots[arm]],
+        "marker": MARKERS.get(slots[arm], "o"),
         "linestyle": dash,
-        "label": _plain(report.runs[run].name),
+        "label": _plain(name if num_seeds == 1 else f"{name} ({num_seeds} seeds)"),
     }
+
+
+def _run_style(report: Report, run: int) -> dict[str, Any]:
+    """A run of several seeds is faint behind their mean, and not named."""
+    arm = report.runs[run].arm
+    style = _arm_style(report, arm)
+    if len(report.arms[arm].runs) == 1:
+        return style
+    return {**style, "label": None, "marker": None, "linewidth": 0.7, "alpha": 0.4}
 
 
 def _plain(text: str) -> str:
@@ -119,20 +130,13 @@ def _once(style: dict[str, Any], number: int) -> dict[str, Any]:
 def _validation(report: Report) -> Figure:
     figure = _figure(6.5, 3.4)
     axes = figure.subplots()
+    for mean in report.validation.means:
+        _validation_curve(axes, mean.segments, _arm_style(report, mean.arm), with_band=True)
     for curve in report.validation.curves:
         style = _run_style(report, curve.run)
-        for number, segment in enumerate(curve.segments):
-            x = [p.update_step for p in segment]
-            axes.plot(x, [100 * p.accuracy.value for p in segment], **_once(style, number))
-            known = [p for p in segment if p.accuracy.low is not None and p.accuracy.high is not None]
-            axes.fill_between(
-                [p.update_step for p in known],
-                [100 * (p.accuracy.low or 0.0) for p in known],
-                [100 * (p.accuracy.high or 0.0) for p in known],
-                color=style["color"],
-                alpha=0.12,
-                linewidth=0,
-            )
+        _validation_curve(axes, curve.segments, style, with_band=style["label"] is not None)
+    for curve in _one_of_each_arm(report):
+        style = _arm_style(report, report.runs[curve.run].arm)
         for stage in report.runs[curve.run].stages[1:]:
             axes.axvline(stage.update_step, color=style["color"], linestyle=":", linewidth=1)
             axes.annotate(
@@ -144,21 +148,56 @@ def _validation(report: Report) -> Figure:
                 fontsize=7.5,
                 color=style["color"],
             )
+    name = "base" if report.validation.bases_setting else "start"
     for base in report.validation.bases:
         axes.axhline(100 * base.accuracy.value, color=COLOURS["base"], linestyle="--", linewidth=0.9)
         axes.annotate(
-            f"base, B = {base.block_size}",
+            f"{name}, B = {base.block_size}",
             (1, 100 * base.accuracy.value),
             xycoords=("axes fraction", "data"),
-            xytext=(-2, 2),
+            xytext=(3, 0),
             textcoords="offset points",
-            ha="right",
+            va="center",
             fontsize=7.5,
             color=COLOURS["base"],
         )
-    axes.set(xlabel="update steps", ylabel="validation accuracy (%)")
-    axes.legend()
+    seen = [100 * p.accuracy.value for c in report.validation.curves for s in c.segments for p in s]
+    seen += [100 * base.accuracy.value for base in report.validation.bases]
+    room = 0.12 * (max(seen) - min(seen)) + 1
+    # Few seeds may have an interval far beyond all that was seen.
+    axes.set(
+        xlabel="update steps", ylabel="validation accuracy (%)", ylim=(min(seen) - room, max(seen) + room)
+    )
+    figure.legend(loc="outside lower center", ncols=4)
     return figure
+
+
+def _validation_curve(
+    axes: Axes, segments: Sequence[Sequence[ValidationPoint]], style: dict[str, Any], with_band: bool
+) -> None:
+    for number, segment in enumerate(segments):
+        x = [p.update_step for p in segment]
+        axes.plot(x, [100 * p.accuracy.value for p in segment], **_once(style, number))
+        known = [p for p in segment if p.accuracy.low is not None and p.accuracy.high is not None]
+        if with_band:
+            axes.fill_between(
+                [p.update_step for p in known],
+                [100 * (p.accuracy.low or 0.0) for p in known],
+                [100 * (p.accuracy.high or 0.0) for p in known],
+                color=style["color"],
+                alpha=0.12,
+                linewidth=0,
+            )
+
+
+def _one_of_each_arm(report: Report) -> Iterator[ValidationCurve]:
+    """Its seeds have the same stages."""
+    seen: set[int] = set()
+    for curve in report.validation.curves:
+        arm = report.runs[curve.run].arm
+        if arm not in seen:
+            seen.add(arm)
+            yield curve
 
 
 def _block_sizes(report: Report) -> Figure:
@@ -182,7 +221,9 @@ def _block_size_panel(report: Report, axes: Axes, scores: Sequence[Score]) -> No
 
     blocks = [s for s in scores if not is_line(s)] or list(scores)
     sizes = sorted({s.block_size for s in blocks})
-    for index in sorted({s.method for s in scores}):
+    methods = sorted({s.method for s in scores})
+    for number, index in enumerate(methods):
+        aside = 0.05 * (number - (len(methods) - 1) / 2)  # or error bars would stand on each other
         method = report.methods[index]
         own = [s for s in blocks if s.method == index]
         for s in (s for s in scores if s.method == index and s not in blocks):
@@ -193,7 +234,7 @@ def _block_size_panel(report: Report, axes: Axes, scores: Sequence[Score]) -> No
         if own:
             values = [100 * s.accuracy.value for s in own if s.accuracy is not None]
             axes.errorbar(
-                [sizes.index(s.block_size) for s in own],
+                [sizes.index(s.block_size) + aside for s in own],
                 values,
                 yerr=_errors(own),
                 color=COLOURS[method.slot],
@@ -223,10 +264,13 @@ def _health(report: Report) -> Figure:
     figure = _figure(7.5, 1.9 * rows + 0.3)
     grid = figure.subplots(rows, 3, squeeze=False).ravel()
     for axes, panel in zip(grid, panels, strict=False):
+        scale = 100 if panel.kind == "share" else 1
+        for mean in panel.means:
+            style = {**_arm_style(report, mean.arm), "marker": None, "linewidth": 1}
+            axes.plot([x for x, _ in mean.points], [scale * y for _, y in mean.points], **style)
         for curve in panel.curves:
-            style = {**_run_style(report, curve.run), "marker": None, "linewidth": 1}
+            style = {"linewidth": 1, **_run_style(report, curve.run), "marker": None}
             for number, segment in enumerate(curve.segments):
-                scale = 100 if panel.kind == "share" else 1
                 axes.plot([x for x, _ in segment], [scale * y for _, y in segment], **_once(style, number))
         for run in report.runs:
             for guard in run.guards:
@@ -258,7 +302,9 @@ def _schedules(report: Report) -> Figure:
         row[0].set(ylabel=f"B = {size}\nout of order (%)", xlabel="place in the block")
         row[1].set(ylabel="blocks (%)", xlabel="steps per block")
         row[2].set(ylabel="tokens (%)", xlabel="confidence when unmasked")
-        row[0].legend(fontsize=7)
+    found = [axes.get_legend_handles_labels() for axes in grid[:, 0]]
+    named = {label: h for handles, labels in found for h, label in zip(handles, labels, strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -289,8 +335,14 @@ def _first_unmask(report: Report) -> Figure:
         places.setdefault((shown.block_size, name), response)
     sizes = sorted({size for size, _ in places})
     names = list(dict.fromkeys(name for _, name in places))
-    figure = _figure(2.4 * len(names), 1.5 * len(sizes))
-    grid = figure.subplots(len(sizes), len(names), squeeze=False)
+    width, title = 2.4, 0.3
+    heights = [
+        title
+        + width / _columns(size) * max(_num_rows(r, size) for (of, _), r in places.items() if of == size)
+        for size in sizes
+    ]
+    figure = _figure(width * len(names), sum(heights))
+    grid = figure.subplots(len(sizes), len(names), squeeze=False, height_ratios=heights)
     for row, size in zip(grid, sizes, strict=True):
         for axes, name in zip(row, names, strict=True):
             axes.set_axis_off()
@@ -299,11 +351,20 @@ def _first_unmask(report: Report) -> Figure:
     return figure
 
 
+def _columns(size: int) -> int:
+    """Tokens side by side: whole blocks."""
+    return size * max(1, 32 // size)
+
+
+def _num_rows(response: Response, size: int) -> int:
+    return -(-(response.first_place + len(response.steps)) // _columns(size))
+
+
 def _heat_map(report: Report, axes: Axes, response: Response, size: int, name: str) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    columns = size * max(1, 32 // size)
-    cells = np.full(-(-(response.first_place + len(response.steps)) // columns) * columns, np.nan)
+    columns, rows = _columns(size), _num_rows(response, size)
+    cells = np.full(rows * columns, np.nan)
     start = 0
     for length in response.blocks:
         steps = np.array(response.steps[start : start + length])
@@ -312,6 +373,11 @@ def _heat_map(report: Report, axes: Axes, response: Response, size: int, name: s
     method = report.schedules[response.figure].method
     slot = "base" if method is None else report.methods[method].slot
     colours = LinearSegmentedColormap.from_list(slot, ["#f3f3f0", COLOURS[slot]])
-    axes.imshow(cells.reshape(-1, columns), cmap=colours, aspect="equal", interpolation="nearest")
+    axes.imshow(cells.reshape(rows, columns), cmap=colours, aspect="equal", interpolation="nearest")
+    axes.set_anchor("NW")
+    for row in np.arange(1, rows):
+        axes.axhline(row - 0.5, color="white", linewidth=1.5)
+    for column in np.arange(size, columns, size):
+        axes.axvline(column - 0.5, color="white", linewidth=2)  # between blocks
     verdict = {True: ", correct", False: ", wrong", None: ""}[response.is_correct]
     axes.set_title(_plain(f"{name}, B = {size}{verdict}"), fontsize=7.5, loc="left")

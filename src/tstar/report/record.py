@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tstar.report.curves import Health, ValidationCurves
+from tstar.report.curves import Arm, Health, ValidationCurves
 from tstar.report.methods import Method
 from tstar.report.schedules import Samples, ScheduleFigure
 from tstar.report.sources import GuardEvent, Interval, Notice, Stage
@@ -16,6 +16,7 @@ class RunView:
     """One run in the header and in the curves."""
 
     name: str
+    arm: int
     method: int
     status: str
     """As in "in progress, 37 updates done"."""
@@ -56,13 +57,23 @@ class Score:
     method: int
     block_size: int
     accuracy: Interval | None
-    """Of several evaluations (seeds), their mean, and the interval that holds all of theirs."""
+    """Of several evaluations (seeds), their mean with the interval of `seeds.mean_interval`."""
     tokens_per_forward: Interval | None
     local_strict: Interval | None
     num_evaluations: int
+    by_seed: Mapping[str, Interval]
+    """Accuracy of each seed, where the names of the evaluations say it."""
     num_samples: int
     """The k of avg@k."""
     num_problems: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the numbers let one say, and the numbers."""
+
+    text: str
+    numbers: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,9 +89,12 @@ class Report:
     """Everything."""
 
     title: str
-    verdict: tuple[str, ...]
+    facts: tuple[str, ...]
+    """What the runs' configurations have in common, in short."""
+    verdict: tuple[Claim, ...]
     notices: tuple[Notice, ...]
     methods: tuple[Method, ...]
+    arms: tuple[Arm, ...]
     runs: tuple[RunView, ...]
     settings: tuple[str, ...]
     evaluations: tuple[EvaluationView, ...]

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from tstar.report.lines import Sample, read_sample
+from tstar.report.seeds import split_seed
 from tstar.report.sources import Notice, read_pieces, read_questions
 from tstar.schedule import DecodedResponse, ScheduleAnalysis, analyze, local_strict
 from tstar.trajectory import Trajectory
 
 MAX_RESPONSES = 400
 """Read of one file."""
+MAX_READ = 20_000
+"""Read of all files together."""
 MAX_READ_BYTES = 40_000_000
 """Read of all files together."""
-MAX_FIGURES = 24
+MAX_FILES = 400
 """Files that schedules are shown of."""
 MAX_PROBLEMS = 20
 """Of one data set, in case study and player."""
@@ -50,6 +53,8 @@ class ResponseSource:
     """Samples of a prompt, which stand together."""
     evaluation: Path | None = None
     """Directory with pieces and questions."""
+    offset: int = 0
+    """Of an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,10 @@ class Place:
 
 @dataclass(frozen=True)
 class ScheduleFigure:
-    """The schedules of one file's responses that were decoded under one partition."""
+    """The schedules of responses under one partition: of a file, or of all seeds of a method."""
 
     name: str
+    num_files: int
     method: int | None
     setting: str
     block_size: int
@@ -104,6 +110,8 @@ class Response:
     figure: int
     """Index of its ScheduleFigure."""
     problem: int
+    file: str
+    """Of several seeds, the seed."""
     number: int
     """Line in its file."""
     is_correct: bool | None
@@ -136,24 +144,30 @@ class Samples:
 def read_schedules(
     sources: Sequence[ResponseSource], notices: list[Notice]
 ) -> tuple[tuple[ScheduleFigure, ...], Samples]:
-    """The figures of each file, and the samples that are shown."""
-    if len(sources) > MAX_FIGURES:
+    """The figures of each method under each partition, and the samples that are shown."""
+    if len(sources) > MAX_FILES:
         notices.append(
-            Notice("report", f"schedules are shown of the first {MAX_FIGURES} of {len(sources)} files")
+            Notice("report", f"schedules are shown of the first {MAX_FILES} of {len(sources)} files")
         )
-    figures: list[ScheduleFigure] = []
-    shown: list[_Shown] = []
-    for source in sources[:MAX_FIGURES]:
-        sample = _read(source, MAX_READ_BYTES // min(len(sources), MAX_FIGURES), notices)
-        for block_size, responses in _by_block_size(sample):
-            shown.append(_Shown(len(figures), source, responses))
-            figures.append(_figure(source, block_size, [r for _, r in responses], sample.num_stored))
-    return tuple(figures), _show(shown, notices)
+    files = sources[:MAX_FILES]
+    pools: dict[tuple[object, ...], _Pool] = {}
+    for source in files:
+        sample = _read(source, len(files), notices)
+        for block_size, responses in _by_block_size(source, sample):
+            # Evaluations of one method in one setting are its seeds; other files stand for themselves.
+            key = (source.method, source.setting, source.offset) if source.evaluation else (source.name,)
+            pool = pools.setdefault((*key, block_size), _Pool(source, block_size))
+            pool.responses += responses
+            pool.num_stored += sample.num_stored
+            pool.num_files += 1
+    shown = list(pools.values())
+    return tuple(_figure(pool) for pool in shown), _show(shown, notices)
 
 
-def _read(source: ResponseSource, max_bytes: int, notices: list[Notice]) -> Sample:
+def _read(source: ResponseSource, num_files: int, notices: list[Notice]) -> Sample:
+    max_responses = min(MAX_RESPONSES, max(MAX_READ // num_files, source.group_size))
     try:
-        sample = read_sample(source.path, source.group_size, MAX_RESPONSES, max_bytes)
+        sample = read_sample(source.path, source.group_size, max_responses, MAX_READ_BYTES // num_files)
     except (OSError, EOFError) as error:
         notices.append(Notice(source.name, f"{source.path.name} cannot be read ({error})"))
         return Sample((), (), 0)
@@ -175,31 +189,56 @@ def _read(source: ResponseSource, max_bytes: int, notices: list[Notice]) -> Samp
     return sample
 
 
-Numbered = tuple[int, DecodedResponse]
-"""Line number and response."""
+@dataclass(frozen=True)
+class _Stored:
+    """A response, and where it stands."""
+
+    source: ResponseSource
+    number: int
+    response: DecodedResponse
 
 
-def _by_block_size(sample: Sample) -> Iterator[tuple[int, list[Numbered]]]:
-    groups: dict[int, list[Numbered]] = {}
+@dataclass
+class _Pool:
+    """Responses that are shown as one."""
+
+    source: ResponseSource
+    """The first of its files."""
+    block_size: int
+    responses: list[_Stored] = field(default_factory=list)
+    num_stored: int = 0
+    num_files: int = 0
+
+    def by_problem(self) -> Mapping[str, list[_Stored]]:
+        groups: dict[str, list[_Stored]] = {}
+        for stored in self.responses:
+            key = stored.response.prompt_key
+            name = key if isinstance(key, str) else f"prompt of line {stored.number}"
+            groups.setdefault(name, []).append(stored)
+        return groups
+
+
+def _by_block_size(source: ResponseSource, sample: Sample) -> Iterator[tuple[int, list[_Stored]]]:
+    groups: dict[int, list[_Stored]] = {}
     for number, response in zip(sample.numbers, sample.responses, strict=True):
-        groups.setdefault(response.trajectory.partition.block_size, []).append((number, response))
+        stored = _Stored(source, number, response)
+        groups.setdefault(response.trajectory.partition.block_size, []).append(stored)
     return iter(sorted(groups.items()))
 
 
 # -- figures -----------------------------------------------------------------------------------
 
 
-def _figure(
-    source: ResponseSource, block_size: int, responses: Sequence[DecodedResponse], num_stored: int
-) -> ScheduleFigure:
-    found = analyze(responses)
+def _figure(pool: _Pool) -> ScheduleFigure:
+    source, found = pool.source, analyze(_problems_apart(pool))
     return ScheduleFigure(
         name=source.name,
+        num_files=pool.num_files,
         method=source.method,
         setting=source.setting,
-        block_size=block_size,
+        block_size=pool.block_size,
         num_responses=found.num_responses,
-        num_stored=num_stored,
+        num_stored=pool.num_stored,
         num_tokens=found.num_tokens,
         accuracy=found.accuracy,
         local_strict=round(found.local_strict, 4),
@@ -212,6 +251,20 @@ def _figure(
         mean_confidence_correct=found.confidence.mean_correct,
         mean_confidence_wrong=found.confidence.mean_wrong,
     )
+
+
+def _problems_apart(pool: _Pool) -> Sequence[DecodedResponse]:
+    """Samples of a prompt are those of one model: a problem in another file is another prompt."""
+    if pool.num_files == 1:
+        return [stored.response for stored in pool.responses]
+    return [
+        DecodedResponse(
+            stored.response.trajectory,
+            f"{stored.source.name}\0{stored.response.prompt_key!r}",
+            stored.response.is_correct,
+        )
+        for stored in pool.responses
+    ]
 
 
 def _places(found: ScheduleAnalysis) -> Iterator[Place]:
@@ -228,23 +281,6 @@ def _shares(counts: np.ndarray) -> tuple[float, ...]:
 # -- samples -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """Responses that could be shown."""
-
-    figure: int
-    source: ResponseSource
-    responses: Sequence[Numbered]
-
-    def by_problem(self) -> Mapping[str, list[Numbered]]:
-        groups: dict[str, list[Numbered]] = {}
-        for number, response in self.responses:
-            key = response.prompt_key
-            name = key if isinstance(key, str) else f"prompt of line {number}"
-            groups.setdefault(name, []).append((number, response))
-        return groups
-
-
 class _Pieces:
     """Every text once."""
 
@@ -259,7 +295,7 @@ class _Pieces:
         return self.texts.setdefault(text, len(self.texts))
 
 
-def _show(shown: Sequence[_Shown], notices: list[Notice]) -> Samples:
+def _show(shown: Sequence[_Pool], notices: list[Notice]) -> Samples:
     pieces, texts = _Pieces(), _read_texts(shown, notices)
     problems: list[Problem] = []
     responses: list[Response] = []
@@ -270,11 +306,11 @@ def _show(shown: Sequence[_Shown], notices: list[Notice]) -> Samples:
             break
         question, answer = texts.questions.get((data, name), (None, None))
         problems.append(Problem(name, data, question, answer))
-        for each in shown:
+        for figure, each in enumerate(shown):
             group = each.by_problem().get(name, []) if each.source.data == data else []
-            for number, response in _right_and_wrong(group):
-                known = texts.pieces.get(each.source.evaluation or texts.default, {})
-                made = _response(each.figure, len(problems) - 1, number, response, known, pieces)
+            for stored in _right_and_wrong(group):
+                known = texts.pieces.get(stored.source.evaluation or texts.default, {})
+                made = _response(figure, len(problems) - 1, stored, known, pieces)
                 responses.append(made)
                 num_tokens += len(made.steps)
                 num_cut += made.num_tokens > len(made.steps)
@@ -297,10 +333,10 @@ class _Texts:
     questions: Mapping[tuple[str, str], tuple[str, str]]
 
 
-def _read_texts(shown: Sequence[_Shown], notices: list[Notice]) -> _Texts:
+def _read_texts(shown: Sequence[_Pool], notices: list[Notice]) -> _Texts:
     pieces: dict[Path | None, Mapping[int, str]] = {}
     questions: dict[tuple[str, str], tuple[str, str]] = {}
-    for source in (each.source for each in shown):
+    for source in dict.fromkeys(stored.source for each in shown for stored in each.responses):
         path = source.evaluation
         if path is None or path in pieces:
             continue
@@ -315,7 +351,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_QUESTION else text[:MAX_QUESTION] + "…"
 
 
-def _rank(shown: Sequence[_Shown]) -> Iterator[tuple[str, str]]:
+def _rank(shown: Sequence[_Pool]) -> Iterator[tuple[str, str]]:
     """The problems to show, (data, id): of each data set those that most files answer; among these by turns
     one where they disagree, one that all solve, one that none solves."""
     for data in dict.fromkeys(each.source.data for each in shown):
@@ -325,7 +361,7 @@ def _rank(shown: Sequence[_Shown]) -> Iterator[tuple[str, str]]:
             if each.source.data == data:
                 for name, group in each.by_problem().items():
                     coverage[name] += 1
-                    verdicts.setdefault(name, set()).update(r.is_correct for _, r in group)
+                    verdicts.setdefault(name, set()).update(s.response.is_correct for s in group)
         widest = max(coverage.values(), default=0)
         names = [name for name, count in coverage.items() if count == widest]
         mixed = [n for n in names if {True, False} <= verdicts[n]]
@@ -339,22 +375,18 @@ def _by_turns(*groups: Sequence[str]) -> list[str]:
     return [group[i] for i in range(longest) for group in groups if i < len(group)]
 
 
-def _right_and_wrong(group: Sequence[Numbered]) -> Iterable[Numbered]:
+def _right_and_wrong(group: Sequence[_Stored]) -> Iterable[_Stored]:
     """The first of each verdict."""
-    first: dict[bool | None, Numbered] = {}
-    for number, response in group:
-        first.setdefault(response.is_correct, (number, response))
+    first: dict[bool | None, _Stored] = {}
+    for stored in group:
+        first.setdefault(stored.response.is_correct, stored)
     return first.values()
 
 
 def _response(
-    figure: int,
-    problem: int,
-    number: int,
-    response: DecodedResponse,
-    known: Mapping[int, str],
-    pieces: _Pieces,
+    figure: int, problem: int, stored: _Stored, known: Mapping[int, str], pieces: _Pieces
 ) -> Response:
+    response, seed = stored.response, split_seed(stored.source.name)[1]
     trajectory = response.trajectory
     shown = slice(0, min(trajectory.stop_length, MAX_TOKENS))
     ids = trajectory.response_ids[shown].tolist()
@@ -362,7 +394,8 @@ def _response(
     return Response(
         figure=figure,
         problem=problem,
-        number=number,
+        file=stored.source.name if seed is None else f"seed {seed}",
+        number=stored.number,
         is_correct=response.is_correct,
         pieces=tuple(pieces.number(known.get(token, f"⟨{token}⟩")) for token in ids),
         steps=tuple(trajectory.unmask_step[shown].tolist()),

@@ -159,6 +159,8 @@ class Validation:
     block_size: int
     accuracy: Interval
     is_best: bool
+    policy: str | None
+    """The unmask policy."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,7 @@ def _validation(event: Mapping[str, Any]) -> Validation | None:
         block_size=_int(event, "block_size"),
         accuracy=Interval(accuracy, _finite(event.get("accuracy_low")), _finite(event.get("accuracy_high"))),
         is_best=bool(event.get("is_best")),
+        policy=None if event.get("policy") is None else str(event["policy"]),
     )
 
 

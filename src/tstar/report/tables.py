@@ -81,7 +81,9 @@ def _block_table(report: Report, scores: Sequence[Score], setting: str, name: st
 
 
 def _explain(scores: Sequence[Score], setting: str) -> str:
-    several = "" if all(s.num_evaluations == 1 for s in scores) else "; of several runs, their mean"
+    counts = {s.num_evaluations for s in scores}
+    several = "; of several seeds, their mean" if len(counts) > 1 else f"; means of {max(counts)} seeds"
+    several = "" if counts == {1} else several
     return f"{setting}; {scores[0].num_problems} problems, 95 % intervals{several}"
 
 
@@ -143,6 +145,10 @@ _LATEX = {
     "^": r"\textasciicircum{}",
     "–": "--",
     "·": r"$\cdot$",
+    "×": r"$\times$",
+    "⋆": r"$\star$",
+    "★": r"$\star$",
+    "β": r"$\beta$",
     "η": r"$\eta$",
     "Δ": r"$\Delta$",
     "[": "{[}",  # behind \\ a bracket would be taken for a distance

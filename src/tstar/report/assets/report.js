@@ -135,14 +135,17 @@ function drawPlot(spec, width, height, host, tip) {
   const series = spec.series.filter((s) => !state.hidden.has(`${spec.key}/${s.name}`));
   const points = series.flatMap((s) => s.segments.flat());
   const references = spec.references || [];
-  const heights = [...points.flatMap((p) => [p.y, p.low ?? p.y, p.high ?? p.y]), ...references.map((r) => r.y)];
+  // The mean of few seeds may have an interval beyond all that was seen: it is cut where the figure ends.
+  const reach = (s) => s.segments.flat().flatMap((p) => (s.isMean ? [p.y] : [p.y, p.low ?? p.y, p.high ?? p.y]));
+  const heights = [...series.flatMap(reach), ...references.map((r) => r.y)];
   const picture = svg("svg", { role: "img", "aria-label": spec.label, viewBox: `0 0 ${width} ${height}` });
   if (!heights.length) return picture;
   const [low, high] = extent(heights, spec.kind, spec.includeZero);
   const rows = spec.kind === "log" ? logTicks(low, high) : ticks(low, high, height > 200 * unit ? 5 : 3);
   const left = (Math.max(...rows.map((v) => format(v).length)) * 7 + 12) * unit;
-  const right = 10 * unit, top = (spec.stages ? 24 : spec.yTitle ? 20 : 8) * unit, bottom = (spec.xTitle ? 40 : 24) * unit;
-  const xs = spec.xValues || points.map((p) => p.x);
+  const hasMargin = references.length > 0 && width > 620 * unit; // where the references' names stand
+  const right = (hasMargin ? Math.max(...references.map((r) => r.name.length)) * 6.6 + 10 : 10) * unit, top = (spec.stages ? 24 : spec.yTitle ? 20 : 8) * unit, bottom = (spec.xTitle ? 40 : 24) * unit;
+  const xs = spec.xValues || spec.series.flatMap((s) => s.segments.flat().map((p) => p.x)); // hidden ones too: the axis stays
   const [first, last] = [Math.min(...xs), Math.max(...xs)];
   const inset = spec.xNames ? 26 * unit : 4 * unit;
   const x = (v) => left + inset + (last === first ? 0.5 : (v - first) / (last - first)) * (width - left - right - 2 * inset);
@@ -164,19 +167,20 @@ function drawPlot(spec, width, height, host, tip) {
     svg("g", {}, svg("line", { class: "alarm", x1: x(alarm.x), x2: x(alarm.x), y1: top, y2: height - bottom }),
       svg("polygon", { class: "alarm-mark", points: `${x(alarm.x) - 4 * unit},${top - 6 * unit} ${x(alarm.x) + 4 * unit},${top - 6 * unit} ${x(alarm.x)},${top + 1}` }),
       svg("title", {}, alarm.text)));
-  for (const s of series) picture.append(drawSeries(s, x, y, unit));
-  drawReferences(picture, references, y, left, width - right, unit);
+  const cut = (v) => y(Math.max(low, Math.min(high, v)));
+  for (const s of series) picture.append(drawSeries(s, x, y, cut, unit));
+  drawReferences(picture, references, y, left, width - right, unit, hasMargin);
   watchPointer(picture, spec, series, { x, format, top, bottom: height - bottom, left, width }, host, tip);
   return picture;
 }
 
-function drawSeries(s, x, y, unit) {
-  const group = svg("g", { class: `m-${s.slot}`, "data-series": s.name });
+function drawSeries(s, x, y, cut, unit) {
+  const group = svg("g", { class: s.faint ? `m-${s.slot} faint` : `m-${s.slot}`, "data-series": s.name });
   for (const segment of s.segments) {
     const banded = segment.filter((p) => p.low !== undefined && p.low !== null);
     if (banded.length > 1 && s.band) group.append(svg("path", { class: "band", d:
-      `M${banded.map((p) => `${x(p.x)},${y(p.high)}`).join("L")}L${banded.slice().reverse().map((p) => `${x(p.x)},${y(p.low)}`).join("L")}Z` }));
-    if (!s.band) for (const p of banded) group.append(svg("path", { class: "error", d: `M${x(p.x)},${y(p.low)}V${y(p.high)}M${x(p.x) - 3 * unit},${y(p.low)}h${6 * unit}M${x(p.x) - 3 * unit},${y(p.high)}h${6 * unit}` }));
+      `M${banded.map((p) => `${x(p.x)},${cut(p.high)}`).join("L")}L${banded.slice().reverse().map((p) => `${x(p.x)},${cut(p.low)}`).join("L")}Z` }));
+    if (!s.band && !s.faint) for (const p of banded) group.append(svg("path", { class: "error", d: `M${x(p.x)},${y(p.low)}V${y(p.high)}M${x(p.x) - 3 * unit},${y(p.low)}h${6 * unit}M${x(p.x) - 3 * unit},${y(p.high)}h${6 * unit}` }));
     group.append(svg("path", { class: "line", "stroke-dasharray": s.dash, d: `M${segment.map((p) => `${x(p.x).toFixed(1)},${y(p.y).toFixed(1)}`).join("L")}` }));
     if (s.dots || segment.length === 1) for (const p of segment) group.append(dot(SHAPES[s.slot] || "circle", x(p.x), y(p.y), (p.full ? 4.5 : 3.25) * unit, p.full));
   }
@@ -195,14 +199,14 @@ function drawStages(picture, stages, x, top, bottom, unit, limit) {
   }
 }
 
-function drawReferences(picture, references, y, left, right, unit) {
+function drawReferences(picture, references, y, left, right, unit, hasMargin) {
   let above = -Infinity; // labels do not stand on each other
   for (const r of references.slice().sort((a, b) => b.y - a.y)) {
-    const at = y(r.y), text = Math.max(at - 5 * unit, above + 14 * unit);
+    const at = y(r.y), text = Math.max(at + (hasMargin ? 4 : -5) * unit, above + 14 * unit);
     above = text;
     picture.append(svg("g", { class: `m-${r.slot} reference-mark` },
       svg("line", { class: "reference", x1: left, x2: right, y1: at, y2: at }),
-      svg("text", { class: "note", x: right, y: text, "text-anchor": "end" }, r.name)));
+      svg("text", { class: "note", x: right + (hasMargin ? 6 * unit : 0), y: text, "text-anchor": hasMargin ? "start" : "end" }, r.name)));
   }
 }
 
@@ -218,7 +222,7 @@ function watchPointer(picture, spec, series, scale, host, tip) {
     if (value === undefined) return;
     const name = spec.xNames ? spec.xNames[spec.xValues.indexOf(value)] : `${spec.xWord || "update"} ${plain(value)}`;
     const rows = series.flatMap((s) => s.segments.flat().filter((p) => p.x === value).slice(-1).map((p) =>
-      el("div", { class: `row m-${s.slot}` }, el("span", {}, `${s.name} `, el("b", {}, scale.format(p.y)),
+      el("div", { class: `row m-${s.slot}` }, el("span", {}, `${titleOf(s)} `, el("b", {}, scale.format(p.y)),
         p.low !== undefined && p.low !== null ? ` [${scale.format(p.low)}, ${scale.format(p.high)}]` : ""))));
     tip.replaceChildren(el("div", {}, name), ...rows);
     tip.hidden = false;
@@ -237,7 +241,7 @@ function legend(key, entries, plots) {
     const box = el("span", { class: "plot" }, fill(swatch, {}, [dot(SHAPES[s.slot] || "circle", 15, 7, 3.4, true)]));
     box.style.display = "contents"; swatch.style.color = "var(--accent)";
     const id = `${key}/${s.name}`;
-    const button = el("button", { type: "button", class: `m-${s.slot}`, "aria-pressed": String(!state.hidden.has(id)), title: "Show or hide" }, box, s.name);
+    const button = el("button", { type: "button", class: `m-${s.slot}`, "aria-pressed": String(!state.hidden.has(id)), title: "Show or hide" }, box, s.text || s.name);
     button.addEventListener("click", () => {
       state.hidden.has(id) ? state.hidden.delete(id) : state.hidden.add(id);
       button.setAttribute("aria-pressed", String(!state.hidden.has(id)));
@@ -251,7 +255,7 @@ function numbersOf(spec) {
   const format = FORMATS[spec.kind];
   const name = (v) => (spec.xNames ? spec.xNames[spec.xValues.indexOf(v)] : plain(v));
   return el("div", { class: "scroll" }, table([spec.xTitle || "x", "", "value", "low", "high"], [spec.series.flatMap((s) =>
-    s.segments.flat().map((p) => [name(p.x), s.name, format(p.y), p.low !== undefined && p.low !== null ? format(p.low) : "–", p.high !== undefined && p.high !== null ? format(p.high) : "–"]))]));
+    s.segments.flat().map((p) => [name(p.x), titleOf(s), format(p.y), p.low !== undefined && p.low !== null ? format(p.low) : "–", p.high !== undefined && p.high !== null ? format(p.high) : "–"]))]));
 }
 
 // A table that scrolls inside itself where the page is narrow.
@@ -273,25 +277,41 @@ function figure(number, title, text, ...body) {
 const empty = (text) => el("p", { class: "empty" }, text);
 const named = (index) => [el("span", { class: `swatch m-${method(index).slot}` }), method(index).name];
 
-// Runs of one method share its accent; the second and later ones are dashed.
-function runStyle(index) {
-  const slot = method(report.runs[index].method).slot;
-  const same = report.runs.slice(0, index).filter((r) => method(r.method).slot === slot).length;
-  return { name: report.runs[index].name, slot, dash: ["", "7 4", "2 4", "10 3 2 3"][same % 4] || undefined };
+// Arms of one method share its accent; the second and later ones are dashed. The runs of an arm with several
+// seeds are faint behind its mean.
+function armStyle(index) {
+  const arm = report.arms[index], slot = method(arm.method).slot;
+  const same = report.arms.slice(0, index).filter((a) => method(a.method).slot === slot).length;
+  return { name: arm.name, slot, dash: ["", "7 4", "2 4", "10 3 2 3"][same % 4] || undefined };
 }
+function runStyle(index) {
+  const run = report.runs[index], isOneOfMany = report.arms[run.arm].runs.length > 1;
+  return { ...armStyle(run.arm), title: run.name, faint: isOneOfMany };
+}
+const armEntries = () => report.arms.map((arm, i) => ({ ...armStyle(i), text: arm.runs.length > 1 ? `${arm.name} (${arm.runs.length} seeds)` : arm.name }));
+const titleOf = (s) => s.title || s.name;
 
 // -- sections -----------------------------------------------------------------------------------
 
 function drawHead() {
   return [
     el("h1", {}, report.title),
-    report.verdict.length ? el("ul", { class: "verdict" }, report.verdict.map((line) => el("li", {}, line))) : null,
-    report.runs.length ? el("ul", { class: "runs", "aria-label": "Runs" }, report.runs.map((run) => el("li", { class: `m-${method(run.method).slot}` },
-      el("div", { class: "name" }, run.name),
-      el("div", { class: "path" }, run.stages.length ? `B = ${run.stages.map((s) => s.block_size).filter((b, i, all) => b !== all[i - 1]).join(" → ")}` : "no stage yet"),
-      el("div", { class: "status" }, run.status)))) : null,
+    report.facts.length ? el("p", { class: "facts" }, report.facts.join(" · ")) : null,
+    report.verdict.length ? el("ul", { class: "verdict" }, report.verdict.map((claim) => el("li", {}, claim.numbers ? [el("strong", {}, claim.text), el("span", { class: "numbers" }, claim.numbers)] : claim.text))) : null,
+    report.arms.length ? el("ul", { class: "runs", "aria-label": "Runs" }, report.arms.map(armCard)) : null,
     report.notices.length ? noticeBox() : null,
   ];
+}
+
+function armCard(arm) {
+  const runs = arm.runs.map((i) => report.runs[i]);
+  const sizes = (run) => (run.stages.length ? `B = ${run.stages.map((s) => s.block_size).filter((b, i, all) => b !== all[i - 1]).join(" → ")}` : "no stage yet");
+  const alike = (texts) => [...new Set(texts)];
+  const states = alike(runs.map((r) => r.status));
+  return el("li", { class: `m-${method(arm.method).slot}` },
+    el("div", { class: "name" }, arm.name, runs.length > 1 ? el("span", { class: "count" }, ` ${runs.length} seeds`) : null),
+    alike(runs.map(sizes)).map((text) => el("div", { class: "path" }, text)),
+    states.length === 1 ? el("div", { class: "status" }, states[0]) : runs.map((r) => el("div", { class: "status" }, `${r.name}: ${r.status}`)));
 }
 
 function noticeBox() {
@@ -311,17 +331,21 @@ function stageMarks() {
 const alarms = () => report.runs.flatMap((run) => run.guards.map((g) => ({ x: g.update_step, text: `${run.name}, update ${g.update_step}: ${g.message} (${g.action})` })));
 
 function drawValidation() {
-  const { curves, bases, bases_setting } = report.validation;
+  const { curves, means, policies, bases, bases_setting } = report.validation;
   if (!curves.length) return [empty(report.runs.length ? "No run has been validated yet." : "No run is in this report.")];
-  const series = curves.map((c) => ({ ...runStyle(c.run), dots: true, band: true, segments: c.segments.map((segment) =>
-    segment.map((p) => ({ x: p.update_step, y: p.accuracy.value, low: p.accuracy.low, high: p.accuracy.high, full: p.is_best }))) }));
+  const drawn = (segments, isMean) => segments.map((segment) => segment.map((p) => ({ x: p.update_step, y: p.accuracy.value, low: p.accuracy.low, high: p.accuracy.high, full: isMean || p.is_best })));
+  const series = [...curves.map((c) => { const style = runStyle(c.run); return { ...style, dots: !style.faint, band: !style.faint, segments: drawn(c.segments) }; }),
+    ...means.map((m) => ({ ...armStyle(m.arm), title: `${report.arms[m.arm].name}, mean`, dots: true, band: true, isMean: true, segments: drawn(m.segments, true) }))];
   const spec = { key: "validation", label: "Validation accuracy over update steps", height: 400, kind: "share", xTitle: "update steps", yTitle: null, series,
-    stages: stageMarks(), alarms: alarms(), references: bases.map((b) => ({ y: b.accuracy.value, slot: "base", name: `base, B = ${b.block_size}` })) };
+    stages: stageMarks(), alarms: alarms(), references: bases.map((b) => ({ y: b.accuracy.value, slot: "base", name: `${bases_setting ? "base" : "start"}, B = ${b.block_size}` })) };
   const host = plot(spec);
-  const caption = ["Bands are 95 % intervals; filled points were the best so far. Dotted vertical lines: a new stage.",
-    bases.length ? ` Dashed horizontal lines: the bases' accuracy (${bases_setting}).` : " No base was evaluated on the runs' problems.",
+  const caption = [policies.length ? `Each at the block size of its stage, decoded with ${policies.join(", ")}. ` : "",
+    means.length ? "Strong lines: the mean over seeds, while all of them go on; faint ones: each seed. " : "", "Bands are 95 % intervals",
+    curves.length > means.length ? "; filled points were the best so far." : ".", " Dotted vertical lines: a new stage.",
+    !bases.length ? " No base was evaluated on the runs' problems." : bases_setting ? ` Dashed horizontal lines: the bases' accuracy (${bases_setting}).`
+      : " Dashed horizontal lines: what the runs began with, before their first update.",
     report.runs.some((r) => r.guards.length) ? " Red: guard events." : ""].join("");
-  return [figure(1, "Validation accuracy while training", caption, legend("validation", series, () => [host]), host, details("numbers-1", "Numbers", () => numbersOf(spec)))];
+  return [figure(1, "Validation accuracy while training", caption, legend("validation", armEntries(), () => [host]), host, details("numbers-1", "Numbers", () => numbersOf(spec)))];
 }
 
 function drawBlockSizes() {
@@ -343,7 +367,7 @@ function drawBlockSizes() {
   }).filter(Boolean);
   const entries = report.methods.filter((m, i) => report.scores.some((s) => s.method === i)).map((m) => ({ name: m.name, slot: m.slot }));
   const hosts = () => panels.map((p) => p.node.querySelector(".plot"));
-  return [figure(2, "Accuracy and block size", "Each checkpoint is decoded with its own block size. Bars are 95 % intervals; where several runs of a method were evaluated, their mean, and all of their intervals together. AR models are lines: they have no block size.",
+  return [figure(2, "Accuracy and block size", "Each checkpoint is decoded with its own block size. Bars are 95 % intervals; where several seeds of a method were evaluated, their mean, with Student's interval over the seeds or that of a single evaluation, whichever is wider. AR models are lines: they have no block size.",
     legend("blocks", entries, hosts), el("div", { class: "panels" }, panels.map((p) => p.node)))];
 }
 
@@ -358,9 +382,9 @@ function scheduleTable(name, setting) {
   const sizes = [...new Set(scores.map((s) => s.block_size))].sort((a, b) => (a === 1 ? -1 : b === 1 ? 1 : b - a));
   const k = scores[0].num_samples;
   const bodies = sizes.map((size) => [el("tr", { class: "group" }, el("th", { colspan: 4, scope: "rowgroup" }, size === 1 ? "One token a step" : `B = ${size}`)),
-    ...scores.filter((s) => s.block_size === size).map((s) => [s.num_evaluations > 1 ? [named(s.method), el("span", { class: "low", title: `mean of ${s.num_evaluations} evaluations` }, ` ×${s.num_evaluations}`)] : named(s.method),
+    ...scores.filter((s) => s.block_size === size).map((s) => [s.num_evaluations > 1 ? [named(s.method), el("span", { class: "low", title: `mean of ${s.num_evaluations} seeds` }, ` ×${s.num_evaluations}`)] : named(s.method),
       asNumber(3)(s.local_strict), asPercent(s.accuracy), asNumber(2)(s.tokens_per_forward)])]);
-  return captioned(`LocalStrict, accuracy, tokens per forward, ${name}`, [el("b", {}, "LocalStrict, accuracy, tokens per forward. "), `${name}; ${scores[0].num_problems} problems, 95 % intervals${scores.some((s) => s.num_evaluations > 1) ? "; ×n: mean of n evaluations" : ""}.`],
+  return captioned(`LocalStrict, accuracy, tokens per forward, ${name}`, [el("b", {}, "LocalStrict, accuracy, tokens per forward. "), `${name}; ${scores[0].num_problems} problems, 95 % intervals${scores.some((s) => s.num_evaluations > 1) ? "; ×n: mean of n seeds" : ""}.`],
     table(["Method", "LocalStrict", `avg@${k} %`, "TPF"], bodies));
 }
 
@@ -390,15 +414,17 @@ function allTable() {
 function drawHealth() {
   const panels = report.health.panels;
   if (!panels.length) return [empty(report.runs.length ? "No update has been done yet." : "No run is in this report.")];
-  const entries = report.runs.map((_, i) => runStyle(i));
+  const entries = armEntries();
   const nodes = panels.map((panel) => {
-    const series = panel.curves.map((c) => ({ ...runStyle(c.run), segments: c.segments.map((s) => s.map(([x, y]) => ({ x, y }))) }));
+    const drawn = (segment) => segment.map(([x, y]) => ({ x, y }));
+    const series = [...panel.curves.map((c) => ({ ...runStyle(c.run), segments: c.segments.map(drawn) })),
+      ...panel.means.map((m) => ({ ...armStyle(m.arm), title: `${report.arms[m.arm].name}, mean`, segments: [drawn(m.points)] }))];
     const spec = { key: "health", label: `${panel.title} over update steps`, height: 180, kind: panel.kind, series, stages: null, alarms: alarms(), includeZero: panel.kind === "share" };
     return el("div", { "data-panel": panel.name }, el("div", { class: "panel-title" }, panel.title), el("div", { class: "panel-note" }, panel.kind === "log" ? `${panel.note} Log scale.` : panel.note), plot(spec),
       details(`health-${panel.name}`, "Numbers", () => numbersOf({ ...spec, xTitle: "update" })));
   });
   const events = alarms();
-  return [figure(3, "Training health", "One point for each update step. Red lines: guard events, listed below.",
+  return [figure(3, "Training health", `One point for each update step.${report.arms.some((a) => a.runs.length > 1) ? " Strong lines: the mean over seeds; faint ones: each seed." : ""}${alarms().length ? " Red lines: guard events, listed below." : ""}`,
     legend("health", entries, () => nodes.map((n) => n.querySelector(".plot"))), el("div", { class: "panels" }, nodes)),
     events.length ? el("ul", { class: "alarms", "aria-label": "Guard events" }, events.map((e) => el("li", {}, e.text))) : null];
 }
@@ -432,7 +458,7 @@ function drawSchedules() {
 }
 
 function scheduleRow(size, figures) {
-  const style = (f) => ({ name: f.method === null ? f.name : method(f.method).name, slot: method(f.method).slot });
+  const style = (f) => ({ name: f.method === null ? f.name : method(f.method).name + (f.num_files > 1 ? ` ×${f.num_files}` : ""), slot: method(f.method).slot });
   const several = figures.length > 1 && new Set(figures.map((f) => style(f).name)).size < figures.length;
   const label = (f) => (several ? `${style(f).name} (${f.name})` : style(f).name);
   const line = (f, values, from, dash) => ({ ...style(f), name: label(f) + (dash ? ", wrong" : ""), dash, dots: values.length <= 16,
@@ -516,7 +542,7 @@ function caseRow(size, responses, sources) {
   if (!pair.some(Boolean)) return null;
   const latest = Math.max(...pair.filter(Boolean).flatMap(inBlockSteps), 1);
   return el("div", { class: "case-row" }, el("h3", {}, `B = ${size}`), pair.map((response, i) => response ? heatFigure(response, sources[i], size, latest)
-    : el("p", { class: "panel-note" }, `${sources[i]} has no stored response to this problem at B = ${size}.`)));
+    : el("p", { class: "panel-note" }, `${sources[i].split(" · ")[0]}: no stored response to this problem at this block size.`)));
 }
 
 function inBlockSteps(response) {
@@ -585,7 +611,8 @@ function drawPlayer() {
   };
   const chooseSample = () => {
     const own = mine().filter((r) => r.problem === +problem.value);
-    options(sample, own.map((r) => [responses.indexOf(r), `line ${r.number}, ${verdictOf(r)}`]), state.sample);
+    const isOfMany = own.length > 0 && report.schedules[own[0].figure].num_files > 1;
+    options(sample, own.map((r) => [responses.indexOf(r), `line ${r.number}, ${verdictOf(r)}${isOfMany ? ` (${visible(r.file)})` : ""}`]), state.sample);
     load();
   };
   const load = () => {
@@ -742,11 +769,11 @@ function drawConfig() {
 // -- the page -----------------------------------------------------------------------------------
 
 const SECTIONS = [
-  { id: "top", input: (r) => [r.title, r.verdict, r.runs, r.notices, r.methods], draw: drawHead },
-  { id: "validation", title: "Validation", input: (r) => [r.validation, r.runs, r.methods], draw: drawValidation },
+  { id: "top", input: (r) => [r.title, r.facts, r.verdict, r.arms, r.runs, r.notices, r.methods], draw: drawHead },
+  { id: "validation", title: "Validation", input: (r) => [r.validation, r.arms, r.runs, r.methods], draw: drawValidation },
   { id: "block-size", title: "Block size", input: (r) => [r.scores, r.settings, r.methods], draw: drawBlockSizes },
   { id: "tables", title: "Tables", input: (r) => [r.scores, r.evaluations, r.settings, r.methods], draw: drawTables },
-  { id: "health", title: "Training health", input: (r) => [r.health, r.runs, r.methods], draw: drawHealth },
+  { id: "health", title: "Training health", input: (r) => [r.health, r.arms, r.runs, r.methods], draw: drawHealth },
   { id: "schedules", title: "Schedules", input: (r) => [r.schedules, r.methods], draw: drawSchedules },
   { id: "case-study", title: "Case study", input: (r) => [r.samples, r.schedules, r.methods], draw: drawCase },
   { id: "player", title: "Player", input: (r) => [r.samples, r.schedules, r.methods], draw: drawPlayer },
