@@ -1,6 +1,8 @@
 # Every target sets itself up: a fresh clone needs python >= 3.11, make and a package index.
 PYTHON ?= python3
 PIP_FLAGS ?=
+ARGS ?=
+BENCH ?= $(sort $(wildcard benchmarks/*.py))
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
@@ -8,13 +10,16 @@ INSTALLED := .venv/.installed
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart   show what this machine has, then what stands so far, in a few seconds"
+	@echo "make quickstart   the whole story on this machine, to runs/quickstart/report.html: an AR model, bases"
+	@echo "                  at B = 4, 8, 16, direct TraceRL, T*, all evaluated. ARGS=--smoke: all of it, but short"
 	@echo "make test         what CI runs: make check, then every test"
 	@echo "make check        the part of it without tests: format, lint, types, import contracts"
-	@echo "make bench        run every script in benchmarks/"
+	@echo "make bench        run every script in benchmarks/, for figures on a machine that does nothing else;"
+	@echo "                  one alone: make bench BENCH=benchmarks/model.py ARGS='--rounds 6'"
 	@echo "make clean        remove .venv, caches and build outputs"
 	@echo
 	@echo "Each installs tstar into .venv first, once, with the versions in constraints.txt."
+	@echo "ARGS='...'              more arguments: of tstar quickstart, of pytest, of a benchmark"
 	@echo "PYTHON=python3.12       the interpreter that makes .venv (3.11 or newer)"
 	@echo "PIP_FLAGS='...'         more options for pip; torch without CUDA, a far smaller download:"
 	@echo "                        PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'"
@@ -28,11 +33,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(INSTALLED)
-	$(BIN)/tstar doctor
-	$(BIN)/python examples/tour.py
+	$(BIN)/tstar quickstart $(ARGS)
 
 test: check
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -41,8 +45,8 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 
 bench: $(INSTALLED)
-	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \
-		echo "$(BIN)/python $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $(BENCH); do \
+		echo "$(BIN)/python $$script $(ARGS)"; $(BIN)/python $$script $(ARGS); done
 
 clean:
 	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

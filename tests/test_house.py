@@ -1,7 +1,13 @@
-"""The guards in conftest.py guard: shapes, seeds, network."""
+"""The guards in conftest.py guard: shapes, seeds, network. What is imported is declared."""
 
+import ast
 import random
+import re
 import socket
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +15,8 @@ from jaxtyping import TypeCheckError
 
 from tstar import doctor
 
+REPOSITORY = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOWHERE = ("192.0.2.1", 80)
 """An address that is reserved for documentation."""
 
@@ -52,3 +60,50 @@ def test_seeds_are_fixed(attempt: int) -> None:
 
 def test_one_thread() -> None:
     assert torch.get_num_threads() == 1
+
+
+def normalised(requirement: str) -> str:
+    """The name alone, in pip's spelling."""
+    match = re.match(r"[\w.-]+", requirement)
+    assert match
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
+
+
+def imported_modules() -> set[str]:
+    """Top-level names that src/ imports, at the top of files and inside functions."""
+    found = set()
+    for path in (REPOSITORY / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add((node.module or "").partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"tstar"}
+
+
+def test_what_is_imported_is_declared() -> None:
+    extras = PROJECT["optional-dependencies"]
+    declared = [*PROJECT["dependencies"], *(r for name in extras if name != "dev" for r in extras[name])]
+    names = {normalised(requirement) for requirement in declared}
+    providers = metadata.packages_distributions()
+    undeclared = {
+        module
+        for module in imported_modules()
+        if not {normalised(name) for name in providers.get(module, [module])} & names
+    }
+    assert undeclared == set()
+
+
+def test_what_is_declared_is_pinned_where_it_is_installed() -> None:
+    """constraints.txt has a version for everything that `make` asks for by name."""
+    extras = PROJECT["optional-dependencies"]
+    asked_for = {*PROJECT["dependencies"], *extras["dev"], *extras["data"], *extras["eval"]}
+    pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {normalised(pin) for pin in pins if not pin.startswith("#")}
+    assert {normalised(requirement) for requirement in asked_for} - pinned == {"tstar"}
+
+
+def test_the_doctor_looks_for_every_extra() -> None:
+    extras = PROJECT["optional-dependencies"]
+    wanted = {normalised(r) for name in extras if name != "dev" for r in extras[name]} - {"tqdm"}
+    assert wanted <= {normalised(name) for name in doctor.PACKAGES}

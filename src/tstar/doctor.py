@@ -35,14 +35,16 @@ PACKAGES = {
     "transformers": "fast tokenizers and chat templates",
     "triton": "compiles FlexAttention on CUDA",
     "datasets": "problems from the Hub",
+    "pyarrow": "problems in parquet files",
     "math-verify": "judges math answers",
-    "lm-eval": "benchmarks a written checkpoint",
+    "lm-eval": "tstar lm-eval",
     "sglang": "serves a written checkpoint",
     "lmdeploy": "serves a written checkpoint",
     "peft": "LoRA adapters",
     "wandb": "metrics on wandb.ai",
     "tensorboard": "metrics in TensorBoard",
-    "matplotlib": "figures",
+    "trackio": "metrics in a local dashboard",
+    "matplotlib": "figures for a paper",
     "flash-attn": "attention of other engines; tstar does not use it",
 }
 """Distribution name -> what it is for."""
@@ -334,7 +336,7 @@ def find_thread_notes(cores: Cores) -> Iterator[Note]:
         )
     elif cores.torch_threads < num_useful:
         yield Note(
-            f"torch runs {cores.torch_threads} threads and leaves"
+            f"torch runs {cores.torch_threads} thread{'s' * (cores.torch_threads > 1)} and leaves"
             f" {num_useful - cores.torch_threads} of {num_useful} cores idle",
             fix,
         )
