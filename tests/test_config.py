@@ -65,7 +65,8 @@ def test_the_recipes_that_are_promised() -> None:
         "sdar-8b-tstar",
         "sdar-30b-a3b-tstar",
     ]
-    assert {*sdar, *quickstart, *larger} <= set(list_recipes())
+    options = [f"sdar-1.7b-tstar-{kind}" for kind in ("value", "parallelism", "importance")]
+    assert {*sdar, *quickstart, *larger, *options} <= set(list_recipes())
 
 
 def test_the_papers_numbers() -> None:
@@ -79,6 +80,7 @@ def test_the_papers_numbers() -> None:
         assert config.rollout.policies == (WeightedPolicy("static"),)
         assert config.trainer.optimizer.learning_rate == 1e-6
         assert config.trainer.objective.kl_beta == 0.01
+        assert config.trainer.objective.kl_reference == "base"
         assert config.data.levels == (3, 5)
 
 
