@@ -11,6 +11,7 @@ import torch
 from engine_requests import MASK, make_engine, make_request
 from tiny_models import make_config, make_model, randomise
 from tstar.engine import Engine, EngineConfig, Request, SamplingParams
+from tstar.errors import UserError
 from tstar.model.transformer import LanguageModel
 from tstar.partition import PartitionRule
 from tstar.trajectory import Trajectory
@@ -107,6 +108,107 @@ def test_bf16_stays_within_its_budget(block_size: int) -> None:
     assert torch.cuda.max_memory_allocated() - before < budget
     assert all(len(t.response_ids) == 300 and 31_999 not in t.response_ids for t in trajectories)
     assert all(np.isfinite(t.log_probs).all() for t in trajectories)
+
+
+def large_enough(model_type: str, dtype: torch.dtype) -> LanguageModel:
+    """Sizes that the GPU's kernels take."""
+    config = make_config(
+        model_type,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=32,
+        moe_intermediate_size=32,
+        max_position_embeddings=2048,
+    )
+    model = LanguageModel(config)
+    randomise(model)
+    return model.to("cuda", dtype)
+
+
+def requests_in_step(block_size: int, count: int = 12) -> list[Request]:
+    """Prompts of several lengths, two tokens a step: rows of a block, and of two where a commit rides."""
+    sampling = SamplingParams(max_tokens=64, unmask=UnmaskPolicy("static", tokens_per_step=2))
+    rule, rng = PartitionRule(block_size), np.random.default_rng(0)
+    return [Request(rng.integers(0, MASK, size=9 + n % 5), rule, sampling, n) for n in range(count)]
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_recorded_forwards_give_what_others_give(block_size: int) -> None:
+    """Recorded in the first run, repeated in the second, and most forwards are."""
+    model, requests = large_enough("sdar", torch.float32), requests_in_step(block_size)
+    expected = make_engine(model, graphs=False).generate(requests)
+    engine = make_engine(model, graphs=True)
+    for _ in range(2):
+        assert share_of_equals(engine.generate(requests), expected) >= 0.9
+    padded = engine._padded
+    assert padded is not None
+    assert padded.num_runs > engine.num_forwards / 2
+    assert 0 < padded.num_shapes < 20
+    assert padded.num_bytes <= engine._memory.graph_bytes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "largest_error"),
+    [
+        ("sdar", torch.float32, 1e-5),
+        ("sdar", torch.bfloat16, 0.01),
+        # Experts' sums are added up in any order, and a router may pick another where two are all but equal.
+        ("sdar_moe", torch.bfloat16, 0.35),
+    ],
+)
+def test_a_graph_repeats_the_forward_that_it_was_made_of(
+    model_type: str, dtype: torch.dtype, largest_error: float
+) -> None:
+    """Every recorded shape once more, called and replayed: every row is its first token, in page 0."""
+    engine = make_engine(large_enough(model_type, dtype), graphs=True)
+    engine.generate(requests_in_step(8))
+    padded = engine._padded
+    assert padded is not None
+    assert padded.num_shapes > 0
+    with torch.inference_mode():
+        for shape, graph in padded._graphs.items():
+            assert graph is not None
+            padded._inputs.zero_()
+            padded._inputs[3 * shape.num_tokens : 4 * shape.num_tokens] = 1
+            padded._compute(shape)
+            called = padded._hidden[: shape.num_tokens].float()
+            padded._hidden.zero_()
+            graph.replay()
+            replayed = padded._hidden[: shape.num_tokens].float()
+            assert called.isfinite().all()
+            assert called.any()
+            assert (replayed - called).abs().mean() <= largest_error
+
+
+def test_grouped_matmuls_that_cannot_be_recorded_are_not() -> None:
+    model = large_enough("sdar_moe", torch.float32)
+    assert make_engine(model)._padded is None
+    with pytest.raises(UserError, match="graphs: mixtures of experts in float32 cannot be recorded"):
+        make_engine(model, graphs=True)
+
+
+def test_graphs_see_weights_that_change_in_place_and_none_that_moved() -> None:
+    model = large_enough("sdar", torch.float32)
+    trained = copy.deepcopy(model)
+    engine, requests = make_engine(model, graphs=True), requests_in_step(4)
+    engine.generate(requests)
+    padded = engine._padded
+    assert padded is not None
+    for version in (1, 2):
+        randomise(trained.cpu(), seed=version)
+        trained = trained.to("cuda")
+        engine.load_weights(trained.named_parameters(), version)
+        assert padded.num_shapes == 0, "the weights came from elsewhere"
+        expected = make_engine(copy.deepcopy(trained), graphs=False).generate(requests)
+        assert share_of_equals(engine.generate(requests), expected) >= 0.9
+    num_shapes = padded.num_shapes
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(0.9)
+    engine.load_weights(trained.named_parameters(), 3)
+    assert padded.num_shapes == num_shapes > 0
+    expected = make_engine(copy.deepcopy(trained), graphs=False).generate(requests)
+    assert share_of_equals(engine.generate(requests), expected) >= 0.9
 
 
 def test_weights_of_a_trainer_on_the_device_are_shared() -> None:

@@ -150,12 +150,12 @@ def test_no_more_is_recorded_once_its_memory_is_taken(model: LanguageModel) -> N
     engine.generate(few)
     padded = engine._padded
     assert padded is not None
-    known = set(padded._forwards)
+    known = set(padded._graphs)
     padded._num_bytes = engine._memory.graph_bytes
     num_before = padded.num_runs
     assert_all_same(engine.generate(many), expected)
     engine.generate(few)
-    assert set(padded._forwards) == known
+    assert set(padded._graphs) == known
     assert padded.num_runs > num_before
 
 

@@ -14,7 +14,6 @@ them compute in the same memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -48,7 +47,7 @@ class PaddedForwards:
     @property
     def num_shapes(self) -> int:
         """Shapes that are recorded, or on a CPU run."""
-        return len(self._forwards)
+        return len(self._graphs)
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +56,7 @@ class PaddedForwards:
 
     def forget(self) -> None:
         """Drop what is recorded: the weights are elsewhere."""
-        self._forwards: dict[PaddedShape, Callable[[], object]] = {}
+        self._graphs: dict[PaddedShape, torch.cuda.CUDAGraph | None] = {}
         self._num_seen: Counter[PaddedShape] = Counter()
         self._num_bytes = 0
         if self._is_gpu:
@@ -76,14 +75,18 @@ class PaddedForwards:
             return None
         inputs, places = pad_rows(self._store, rows, token_ids, shape)
         self._inputs[: shape.num_inputs].copy_(torch.from_numpy(inputs))
-        if shape not in self._forwards:
-            self._forwards[shape] = self._record(shape) if self._is_gpu else lambda: self._compute(shape)
-        self._forwards[shape]()
+        if shape not in self._graphs:
+            self._graphs[shape] = self._record(shape) if self._is_gpu else None
+        graph = self._graphs[shape]
+        if graph is None:
+            self._compute(shape)
+        else:
+            graph.replay()
         self.num_runs += 1
         return self._hidden.index_select(0, torch.from_numpy(places[reads]).to(self._hidden.device))
 
     def _is_worth_it(self, shape: PaddedShape) -> bool:
-        if shape in self._forwards:
+        if shape in self._graphs:
             return True
         self._num_seen[shape] += 1
         return self._num_seen[shape] >= WORTH_RECORDING and self._num_bytes < self._memory.graph_bytes
@@ -93,7 +96,7 @@ class PaddedForwards:
         attention = PaddedAttention(self._store, shape, self._inputs[: shape.num_inputs])
         self._hidden[: shape.num_tokens].copy_(self._model(attention.token_ids, attention))
 
-    def _record(self, shape: PaddedShape) -> Callable[[], object]:
+    def _record(self, shape: PaddedShape) -> torch.cuda.CUDAGraph:
         """A graph of `_compute`, which is run once before: libraries make their workspaces at first use. Both
         compute what the vector holds now, so writing keys and values twice changes nothing."""
         device = self._store.keys.device
@@ -109,4 +112,4 @@ class PaddedForwards:
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             self._compute(shape)
         self._num_bytes += max(0, free - torch.cuda.mem_get_info(device)[0])
-        return graph.replay
+        return graph

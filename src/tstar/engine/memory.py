@@ -18,6 +18,8 @@ BYTES_PER_LOGIT = 32
 """A logit, its exponential in fp32, and what sorting and filtering copy."""
 MAX_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits of one portion: full matmul speed, and on the CPU not much more than its cache."""
+GRAPHS_BY_DEFAULT = {"cuda"}
+"""Kinds of devices on which short forwards come in fixed shapes unless an engine is told otherwise."""
 MAX_PADDED_TOKENS = 1024
 """Of a forward in a fixed shape: beyond that a GPU is busy enough for launches not to matter."""
 MAX_GRAPH_BYTES = 512 << 20
@@ -54,7 +56,7 @@ class MemoryPlan:
         per_token = activation_bytes_per_token(model, dtype)
         limits = gather_limits(device, budget // 8 // dtype.itemsize)
         max_padded_tokens, graph_bytes = 0, 0
-        if settings.uses_graphs(device):
+        if can_pad(settings, model, dtype, device):
             max_padded_tokens = min(MAX_PADDED_TOKENS, max(1, budget // 16 // per_token))
             graph_bytes = padded_bytes(settings, model, dtype, limits) + max_padded_tokens * per_token
             graph_bytes += min(MAX_GRAPH_BYTES, budget // 16)
@@ -77,6 +79,21 @@ def attention_bytes(model: ModelConfig, dtype: torch.dtype, limits: GatherLimits
     longest_context = model.max_position_embeddings * 5 // 4  # as it is padded
     gathered = max(limits.gathered, longest_context * model.num_key_value_heads * model.head_dim)
     return 2 * (gathered + limits.scores) * dtype.itemsize
+
+
+def can_pad(settings: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether short forwards come in fixed shapes: where it is wanted, and where a GPU can record them."""
+    is_wanted = device.type in GRAPHS_BY_DEFAULT if settings.graphs is None else settings.graphs
+    if not is_wanted or model.moe is None or device.type != "cuda":
+        return is_wanted
+    # Elsewhere torch's grouped matmul asks the device how many rows each expert has.
+    can_record = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] == 9
+    if settings.graphs and not can_record:
+        raise UserError(
+            f"graphs: mixtures of experts in {str(dtype).removeprefix('torch.')} cannot be recorded on this "
+            "GPU (only in bfloat16 on Hopper); leave it out"
+        )
+    return can_record
 
 
 def padded_bytes(settings: EngineConfig, model: ModelConfig, dtype: torch.dtype, limits: GatherLimits) -> int:

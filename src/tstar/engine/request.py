@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from jaxtyping import Float64, Int64
 
 from tstar.model.config import ModelConfig
@@ -93,10 +92,6 @@ class Request:
         _require(self.seed < 2**64, "seed", self.seed, "use less than 2**64")
 
 
-GRAPHS_BY_DEFAULT = {"cuda": True}
-"""Kinds of devices that record forwards unless told otherwise."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine may use."""
@@ -112,10 +107,7 @@ class EngineConfig:
     """Tokens per page of keys and values."""
     graphs: bool | None = None
     """Pad short forwards to few shapes; a GPU records each shape once, as a CUDA graph, and repeats it. On a
-    CPU it only pads. None: on a GPU alone."""
-
-    def uses_graphs(self, device: torch.device) -> bool:
-        return GRAPHS_BY_DEFAULT.get(device.type, False) if self.graphs is None else self.graphs
+    CPU it only pads. None: on a GPU that can."""
 
     def __post_init__(self) -> None:
         is_fraction = isinstance(self.memory, float) and 0 < self.memory <= 1
