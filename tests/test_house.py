@@ -107,3 +107,29 @@ def test_the_doctor_looks_for_every_extra() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = {normalised(r) for name in extras if name != "dev" for r in extras[name]} - {"tqdm"}
     assert wanted <= {normalised(name) for name in doctor.PACKAGES}
+
+
+def test_every_module_has_its_place_in_the_drawing() -> None:
+    drawn = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    modules = {
+        path.name + "/" * path.is_dir()
+        for path in (REPOSITORY / "src" / "tstar").iterdir()
+        if not path.name.startswith("__") and path.suffix in ("", ".py")
+    }
+    assert {name for name in modules if f"`{name}" not in drawn} == set()
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted(REPOSITORY.glob("*.md")) + sorted((REPOSITORY / "docs").glob("*.md")),
+    ids=lambda page: page.name,
+)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_make_help_names_every_target() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE)) - {"help"}
+    assert set(re.findall(r"^\t@echo \"make (\w+)", makefile, re.MULTILINE)) == targets
