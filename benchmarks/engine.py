@@ -14,6 +14,9 @@ Sections, each a name for --only:
     batch     tokens/s against requests at once
     blocks    tokens/s and peak memory against B, with a budget in bytes
     filters   tokens/s with temperature, top-k, top-p, min-p
+    graphs    short forwards in fixed shapes (recorded, on a GPU) against forwards of the rows' own sizes
+    kernels   one layer's attention to pages: ours, and torch's kernels over the same gathered pages; on a
+              GPU each is a graph of 20, so that launches do not count
 
 Weights are random: texts are noise, times are not. Unless said otherwise B = 4, a static policy of 2 tokens
 a step, prompts of 64 tokens, no stops. Times are medians of rounds in which both sides take turns: compare
@@ -32,11 +35,12 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 import torch
+import torch.nn.functional as F
 import transformers
 
 from tstar.engine import Engine, EngineConfig, Request, SamplingParams, reference
 from tstar.engine.plan import ForwardPlan
-from tstar.model.attention.store import KVStore, StoreAttention
+from tstar.model.attention.store import KVStore, StoreAttention, mix
 from tstar.model.config import ModelConfig
 from tstar.model.transformer import LanguageModel
 from tstar.partition import PartitionRule
@@ -308,6 +312,97 @@ def measure_filters(bench: Bench) -> None:
         bench.say(f"{name:<28} {64 * 32 / taken:8.1f} tokens/s")
 
 
+def measure_graphs(bench: Bench) -> None:
+    """Alone, few and many requests; shapes are recorded in the round that is not counted."""
+    model = bench.model()
+    engines = [bench.engine(model, graphs=graphs) for graphs in (False, True)]
+    padded = engines[1]._padded
+    assert padded is not None
+    for block_size, counts in ((4, (1, 4, 16, 64, 128)), (16, (1, 4, 16, 64))):
+        policy = UnmaskPolicy("static", tokens_per_step=block_size // 2)
+        for count in counts:
+            requests = make_requests(count, bench.num_tokens, block_size, policy)
+            num_before = engines[1].num_forwards, padded.num_runs
+            plain, ours = seconds(
+                *(lambda e=engine, r=requests: e.generate(r) for engine in engines),
+                rounds=bench.rounds,
+            )
+            share = (padded.num_runs - num_before[1]) / (engines[1].num_forwards - num_before[0])
+            plain, ours = (count * bench.num_tokens / taken for taken in (plain, ours))
+            bench.say(
+                f"B = {block_size:2d}, {count:3d} requests: {ours:8.1f} tokens/s with graphs, {plain:8.1f} "
+                f"without: {ours / plain:5.2f}x ({share:.0%} of forwards; {padded.num_shapes} shapes so far, "
+                f"{padded.num_bytes / 2**20:.0f} MiB)"
+            )
+
+
+def measure_kernels(bench: Bench) -> None:
+    config = bench.model().config
+    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    page_size, shared = 16, heads // kv_heads
+    for num_rows, length, context in (
+        (1, 8, 1024),
+        (1, 8, 4096),
+        (16, 8, 1024),
+        (64, 8, 1024),
+        (16, 32, 1024),
+    ):
+        made = {"device": bench.device, "dtype": bench.dtype}
+        num_pages = num_rows * context // page_size
+        store = [torch.randn(num_pages, kv_heads, page_size, head_dim, **made) for _ in range(2)]
+        query = torch.randn(num_rows * length, heads, head_dim, **made)
+        pages = torch.randperm(num_pages, device=bench.device).view(num_rows, 1, -1)
+        contexts = (pages * kv_heads + torch.arange(kv_heads, device=bench.device)[:, None]).reshape(-1)
+        bias = torch.zeros(num_rows, length, context, **made)
+        wide_bias = torch.zeros(num_rows, 1, length * shared, context, **made)
+
+        def gathered(
+            store: list[torch.Tensor] = store, contexts: torch.Tensor = contexts, num_rows: int = num_rows
+        ) -> list[torch.Tensor]:
+            return [
+                x.view(-1, page_size * head_dim)
+                .index_select(0, contexts)
+                .view(num_rows, kv_heads, -1, head_dim)
+                for x in store
+            ]
+
+        def of_sdpa(
+            query: torch.Tensor = query, mask: torch.Tensor = wide_bias, gathered: Callable = gathered
+        ) -> torch.Tensor:
+            q = query.view(len(mask), -1, kv_heads, shared, head_dim).transpose(1, 2).flatten(2, 3)
+            return F.scaled_dot_product_attention(q, *gathered(), attn_mask=mask)
+
+        runs = {
+            "matmuls": lambda query=query, store=store, contexts=contexts, bias=bias: mix(
+                query, *store, contexts, bias
+            ),
+            "SDPA": of_sdpa,
+            "the gathering alone": gathered,
+        }
+        if bench.device == "cuda":
+            runs = {name: repeated(run, 20) for name, run in runs.items()}
+        taken = seconds(*runs.values(), rounds=5 * bench.rounds)
+        repeats = 20 if bench.device == "cuda" else 1
+        bench.say(
+            f"{num_rows:2d} rows of {length:2d} tokens, context {context}: "
+            + ", ".join(f"{name} {t / repeats * 1e6:.0f} us" for name, t in zip(runs, taken, strict=True))
+        )
+
+
+def repeated(run: Callable[[], object], times: int) -> Callable[[], object]:
+    """So many runs as one graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph, stream=stream):
+        for _ in range(times):
+            run()
+    return graph.replay
+
+
 class PeakMemory:
     """The most memory of the process (or on the device) above what it had at the beginning."""
 
@@ -344,6 +439,8 @@ SECTIONS = {
     "batch": measure_batch,
     "blocks": measure_blocks,
     "filters": measure_filters,
+    "graphs": measure_graphs,
+    "kernels": measure_kernels,
 }
 
 
