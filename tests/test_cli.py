@@ -1,6 +1,7 @@
 """The command line: exit codes, what lands on which stream, and what is imported when."""
 
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -49,6 +50,18 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0
     assert "doctor" in done.stdout
     assert done.stderr == "[]\n"
+
+
+def test_help_answers_at_once() -> None:
+    """Half a second of the processor's time; that of the clock depends on who else is there."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run_python("-m", "tstar", "--help", stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
