@@ -44,6 +44,7 @@ def test_published_sdar_configs_come_back_word_for_word(shared: Path, file: str)
         ({"model_type": None}, "model_type: None is not supported"),
         ({"hidden_size": None}, "hidden_size is missing; a sdar model needs it"),
         ({"hidden_size": "32"}, "hidden_size: '32' is not a whole number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: .false. is neither true nor false"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: 0 cannot be used; use 1 or more"),
         ({"head_dim": 7}, "head_dim: 7 cannot be used; RoPE needs an even number"),
         ({"num_key_value_heads": 4}, "num_key_value_heads: 4 cannot be used; it must divide"),

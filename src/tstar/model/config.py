@@ -173,7 +173,7 @@ class ModelConfig:
         _refuse_unsupported(source)
         hidden_size = _whole(source, "hidden_size")
         num_heads = _whole(source, "num_attention_heads")
-        attention_bias = bool(source.get("attention_bias", False))
+        attention_bias = _flag(source, "attention_bias")
         rope_theta, rope_scaling = _read_rope(source)
         return cls(
             model_type=model_type,
@@ -188,10 +188,10 @@ class ModelConfig:
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_position_embeddings=_whole(source, "max_position_embeddings", default=32_768),
-            tie_word_embeddings=bool(source.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(source, "tie_word_embeddings"),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=attention_bias if family.output_bias is None else family.output_bias,
-            mlp_bias=model_type == "llama" and bool(source.get("mlp_bias", False)),
+            mlp_bias=model_type == "llama" and _flag(source, "mlp_bias"),
             moe=_read_moe(source) if family.is_moe else None,
             initializer_range=_positive(source, "initializer_range", default=0.02),
             mask_token_id=_whole_or_none(source, "mask_token_id"),
@@ -290,7 +290,7 @@ _OWN_KEYS = frozenset(
 def _refuse_unsupported(source: Mapping[str, Any]) -> None:
     activation = source.get("hidden_act", "silu")
     _require(activation == "silu", "hidden_act", activation, "only 'silu' is supported")
-    if source.get("use_sliding_window") or "sliding_attention" in _listed(source, "layer_types"):
+    if _flag(source, "use_sliding_window") or "sliding_attention" in _listed(source, "layer_types"):
         raise UserError(
             "config.json: use_sliding_window: sliding-window layers are not supported; "
             "use a checkpoint whose layers all see the whole context"
@@ -350,7 +350,7 @@ def _read_moe(source: Mapping[str, Any]) -> MoeConfig:
         num_experts=_whole(source, spelling),
         num_experts_per_tok=_whole(source, "num_experts_per_tok"),
         moe_intermediate_size=_whole(source, "moe_intermediate_size"),
-        norm_topk_prob=bool(source.get("norm_topk_prob", False)),
+        norm_topk_prob=_flag(source, "norm_topk_prob"),
         decoder_sparse_step=_whole(source, "decoder_sparse_step", default=1),
         mlp_only_layers=tuple(_listed(source, "mlp_only_layers")),
     )
@@ -378,6 +378,13 @@ def _positive(source: Mapping[str, Any], name: str, default: float | None = None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UserError(f"config.json: {of}{name}: {value!r} is not a positive number")
     return float(value)
+
+
+def _flag(source: Mapping[str, Any], name: str) -> bool:
+    value = source.get(name)
+    if not isinstance(value, bool | None):
+        raise UserError(f"config.json: {name}: {value!r} is neither true nor false")
+    return bool(value)
 
 
 def _listed(source: Mapping[str, Any], name: str) -> list[Any]:
