@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from tiny_models import make_config, randomise
 from tstar import cli
@@ -243,6 +244,23 @@ def test_the_prompt_is_a_choice(tmp_path: Path, prompt: str | None, text: str) -
         assert chain_tokenizer().decode(example.prompt_ids).startswith(text)
 
 
+def test_a_level_filter(tmp_path: Path) -> None:
+    tokenizer = chain_tokenizer()
+    rows = [{"question": f"{n}=", "answer": str(n), "level": n} for n in range(1, 10)]
+    source = write_lines(tmp_path / "data.jsonl", *rows)
+    options = replace(TINY, data=source, prompt="raw", num_examples=None, levels=(3, 5))
+    data = load_sft_data(options, tokenizer, NextToken())
+    assert [tokenizer.decode(example.prompt_ids) for example in data.examples] == ["3=", "4=", "5="]
+    (first,) = load_sft_data(replace(options, num_examples=1), tokenizer, NextToken()).examples
+    assert tokenizer.decode(first.prompt_ids) == "3="
+    texts = write_lines(tmp_path / "text.jsonl", {"text": "1"})
+    for other, message in ((texts, "leave the filter out"), ("chain:1-4", "write chain:3-5")):
+        with pytest.raises(UserError, match=rf"^levels: .* has no rows with a level; {message}"):
+            load_sft_data(replace(options, data=other), tokenizer, NextToken())
+    with pytest.raises(UserError, match=r"^levels: \[5, 3\] is empty"):
+        replace(options, levels=(5, 3))
+
+
 def test_a_conversation_teaches_its_last_message(tmp_path: Path) -> None:
     tokenizer = chain_tokenizer()
     turns = [
@@ -254,9 +272,38 @@ def test_a_conversation_teaches_its_last_message(tmp_path: Path) -> None:
     (example,) = load_examples(write_lines(tmp_path / "chat.jsonl", {"messages": turns}), tokenizer)
     assert tokenizer.decode(example.prompt_ids) == "1+2=33+4="
     assert tokenizer.decode(example.response_ids) == "7<eos>"
-    broken = write_lines(tmp_path / "broken.jsonl", {"messages": turns}, {"messages": turns[:3]})
-    with pytest.raises(UserError, match=r"broken.jsonl:2: messages: not a conversation"):
-        load_examples(broken, tokenizer)
+    for row in ({"messages": turns[:3]}, {"text": "1"}):
+        broken = write_lines(tmp_path / "broken.jsonl", {"messages": turns}, row)
+        with pytest.raises(UserError, match=r"broken.jsonl:2: messages: not a conversation"):
+            load_examples(broken, tokenizer)
+
+
+def test_plain_text_is_learnt_whole(tmp_path: Path) -> None:
+    tokenizer = chain_tokenizer()
+    source = write_lines(tmp_path / "text.jsonl", {"text": "1+2=3;#3"}, {"text": "7", "answer": "?"})
+    first, second = load_examples(source, tokenizer)
+    assert (len(first.prompt_ids), len(second.prompt_ids)) == (0, 0)
+    assert tokenizer.decode(first.response_ids) == "1+2=3;#3<eos>"
+    assert tokenizer.decode(second.response_ids) == "7<eos>"
+    options = replace(TINY, data=source, model=make_start(tmp_path / "start", "qwen3"), num_examples=None)
+    for objective in ("ar", "diffusion"):
+        run = SftRun.start(replace(options, objective=objective, num_steps=3), tmp_path / objective)
+        assert run.train(ignore)
+    for row in ({"text": ""}, {"text": 7}, {"txt": "1"}):
+        broken = write_lines(tmp_path / "broken.jsonl", {"text": "1"}, row)
+        with pytest.raises(UserError, match=r"broken.jsonl:2: text: is missing, empty or no text"):
+            load_examples(broken, tokenizer)
+
+
+def test_plain_text_begins_as_the_tokenizer_has_it(tmp_path: Path) -> None:
+    tokenizer = chain_tokenizer()
+    tokenizer.bos_token = "<pad>"  # noqa: S105  (a token of text)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", tokenizer.bos_token_id)]
+    )
+    (example,) = load_examples(write_lines(tmp_path / "text.jsonl", {"text": "1+2"}), tokenizer)
+    assert tokenizer.decode(example.prompt_ids) == "<pad>"
+    assert tokenizer.decode(example.response_ids) == "1+2<eos>"
 
 
 def test_a_tokenizer_without_eos_is_named() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-import time
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +19,7 @@ from tstar.rewards import Rewards, RewardSpec, Scores
 
 TIME_LIMIT = 5.0
 HOSTILE_TIME_LIMIT = 1.5
+HOSTILE_MEMORY_LIMIT = 256 << 20
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +124,19 @@ SAME = [
     ("0", "-0"),
     ("-1234", "-1,234"),
     ("-1", "−1"),  # the minus of typography
+    # What math-verify alone calls different, found by rewriting the gold answers of MATH and GSM8K.
+    ("800000", r"800\,000"),
+    ("1225", r"1\ 225"),
+    (r"34,\!560", r"x = 34{,}560"),
+    (r"7.2\%", "7.2"),
+    (r"7.2\%", r"7.2\%"),
+    ("0.5", r"50\%"),
+    (r"8\sqrt{3} \text { square inches}", r"8\sqrt{3}"),
+    (r"\text{ACF}", r"x = \text{ACF}"),
+    ("a+b+c", "S_1 = a+b+c"),
+    ("2x+1", "f(x) = 2x+1"),
+    ("776_8", r"776_{\text{8}}"),
+    ("776_8", "776"),
 ]
 DIFFERENT = [
     ("5", "-5"),
@@ -144,6 +163,12 @@ DIFFERENT = [
     ("1", "True"),
     ("0", r"\emptyset"),
     ("1000", "1,00"),
+    ("(1,234)", "(1234)"),
+    ("123456", r"0.123\,456"),
+    (r"50\%", "0.5"),
+    (r"7.2\%", "72"),
+    ("776_8", "776_9"),
+    ("x=5", "y=5"),
     # Look-alikes: fullwidth one, Cyrillic x, mathematical bold five.
     ("1", "１"),
     ("x", "х"),
@@ -164,14 +189,26 @@ def test_not_the_same(rewards: Rewards) -> None:
 
 @pytest.mark.xfail(reason="known false positives of math-verify, docs/rewards.md", strict=True)
 @pytest.mark.parametrize(
-    ("gold", "answer"), [("50\\%", "0.5"), ("(3,4)", "3,4"), ("5", "6=5"), ("e", "2.718281828")]
+    ("gold", "answer"),
+    [("(3,4)", "3,4"), ("5", "6=5"), ("5", r"\neq 5"), ("e", "2.718281828"), ("10", "10_2")],
 )
 def test_known_false_positives(rewards: Rewards, gold: str, answer: str) -> None:
     assert not score(rewards, (gold, rf"\boxed{{{answer}}}")).is_correct.any()
 
 
 @pytest.mark.xfail(reason="known false negatives of math-verify, docs/rewards.md", strict=True)
-@pytest.mark.parametrize(("gold", "answer"), [("1500", "1.5e3"), ("10", r"\binom52"), ("5", "five")])
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("1500", "1.5e3"),
+        ("10", r"\binom52"),
+        ("5", "five"),
+        (r"5 \sqrt{2}", "5 sqrt(2)"),
+        ("(-5, 1)", "-5 < x < 1"),
+        (r"9\text{ a.m.}", "9 a.m."),
+        (r"11\frac{2}{3}", "11 2/3"),
+    ],
+)
 def test_known_false_negatives(rewards: Rewards, gold: str, answer: str) -> None:
     assert score(rewards, (gold, rf"\boxed{{{answer}}}")).is_correct.all()
 
@@ -186,6 +223,7 @@ def test_a_gold_answer_that_is_none_is_the_datas_mistake(rewards: Rewards) -> No
 
 # -- harm --------------------------------------------------------------------------------------
 
+PYTHON_WAS_RUN = Path(tempfile.gettempdir()) / f"tstar-ran-an-answer-{os.getpid()}"
 HOSTILE = {
     "tower": r"\boxed{9**9**9**9}",
     "tower of LaTeX": r"\boxed{9^{9^{9^{9}}}}",
@@ -210,29 +248,73 @@ HOSTILE = {
     "minus signs": r"\boxed{" + "-" * 1900 + "5}",
     "set builder": r"\boxed{\{" + ",".join(map(str, range(450))) + r"\}}",
     "nul and surrogates": "\\boxed{5\x00\ud800\udfff}",
-    "python": r"\boxed{__import__('os').system('touch /tmp/tstar-was-here')}",
+    "python": rf"\boxed{{__import__('os').system('touch {PYTHON_WAS_RUN}')}}",
 }
 
 
+JUDGE = """
+import json, resource, sys, time
+from tstar.data import Problem
+from tstar.rewards import Rewards, RewardSpec
+
+def largest(who):
+    return resource.getrusage(who).ru_maxrss * 1024
+
+record = {"judged": {}}
+limits = {"num_workers": 2, "time_limit": float(sys.argv[1]), "memory_limit": int(sys.argv[2])}
+with Rewards([RewardSpec("math")], **limits) as rewards:
+    rewards.score([Problem("", "12")] * 2, [r"\\boxed{12}"] * 2)
+    before = largest(resource.RUSAGE_SELF)
+    for name, text in json.load(sys.stdin).items():
+        began = time.monotonic()
+        scores = rewards.score([Problem("", "12")] * 2, [text, r"\\boxed{12}"])
+        record["judged"][name] = {
+            "is_correct": scores.is_correct.tolist(),
+            "failed": [failure.index for failure in scores.failures],
+            "seconds": time.monotonic() - began,
+        }
+    after = rewards.score([Problem("", "12")] * 4, [r"\\boxed{12}", r"\\boxed{13}"] * 2)
+    record["after"] = after.is_correct.tolist()
+record["growth"] = largest(resource.RUSAGE_SELF) - before
+record["largest_worker"] = largest(resource.RUSAGE_CHILDREN)
+print(json.dumps(record))
+"""
+"""Judges hostile answers one by one, an innocent one beside each, in a process of its own: what the worker
+processes took at most can be known of one that has no other children."""
+
+
 @pytest.fixture(scope="module")
-def impatient() -> Iterator[Rewards]:
-    with Rewards([RewardSpec("math")], num_workers=2, time_limit=HOSTILE_TIME_LIMIT) as rewards:
-        yield rewards
+def harm() -> dict[str, Any]:
+    command = [sys.executable, "-c", JUDGE, str(HOSTILE_TIME_LIMIT), str(HOSTILE_MEMORY_LIMIT)]
+    done = subprocess.run(
+        command, input=json.dumps(HOSTILE), capture_output=True, text=True, check=True, timeout=300
+    )
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record
 
 
-def test_no_answer_harms_the_run(impatient: Rewards) -> None:
-    """Each is followed by an innocent answer; all of them are judged, in bounded time."""
-    texts = [text for hostile in HOSTILE.values() for text in (hostile, r"\boxed{12}")]
-    began = time.monotonic()
-    scores = score(impatient, *[("12", text) for text in texts])
-    seconds = time.monotonic() - began
-    assert scores.is_correct.tolist() == [False, True] * len(HOSTILE)
-    assert seconds < (HOSTILE_TIME_LIMIT + 10) * len(HOSTILE)  # not one of them waited for, starts included
-    assert not Path("/tmp/tstar-was-here").exists()  # noqa: S108
-    assert {failure.index % 2 for failure in scores.failures} <= {0}
-    assert score(impatient, ("12", r"\boxed{12}")).is_correct.all()
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_is_wrong_in_bounded_time_and_the_one_beside_it_right(
+    harm: dict[str, Any], name: str
+) -> None:
+    judged = harm["judged"][name]
+    assert judged["is_correct"] == [False, True]
+    assert judged["failed"] in ([], [0])
+    assert judged["seconds"] < HOSTILE_TIME_LIMIT + 10  # the start of a worker on a busy machine included
 
 
-def test_a_hostile_gold_answer_is_bounded_too(impatient: Rewards) -> None:
-    scores = score(impatient, ("9**9**9**9", r"\boxed{5}"), ("12", r"\boxed{12}"))
+def test_hostile_answers_take_no_more_memory_than_allowed(harm: dict[str, Any]) -> None:
+    imports = 200 << 20  # math-verify and SymPy take 95 MB
+    assert harm["largest_worker"] < imports + HOSTILE_MEMORY_LIMIT
+    assert harm["growth"] < 20 * max(len(text) for text in HOSTILE.values())  # copies of one text on its way
+
+
+def test_a_run_is_unharmed_by_what_was_judged_in_it(harm: dict[str, Any]) -> None:
+    assert harm["after"] == [True, False, True, False]
+    assert not PYTHON_WAS_RUN.exists()
+
+
+def test_a_hostile_gold_answer_is_bounded_too() -> None:
+    with Rewards([RewardSpec("math")], num_workers=1, time_limit=HOSTILE_TIME_LIMIT) as rewards:
+        scores = score(rewards, ("9**9**9**9", r"\boxed{5}"), ("12", r"\boxed{12}"))
     assert scores.is_correct.tolist() == [False, True]

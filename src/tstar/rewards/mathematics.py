@@ -24,7 +24,12 @@ _OUTER_SPACE = re.compile(r"^(?:\\[,;:! ]|\s|~)+|(?:\\[,;:! ]|(?<!\\)\\$|\s|~)+$
 _WHOLE = re.compile(r"(?P<minus>-)?(?P<digits>\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?", re.ASCII)
 _TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
-_ENDS_IN_MATHS = re.compile(r"(?:\$\$?|\\[(\[])([^$\n]+?)(?:\$\$?|\\[)\]])[\s.*]*$")
+_ENDS_IN_MATHS = re.compile(r"(?:(?<!\\)\$\$?|\\[(\[])((?:\\\$|[^$\n])+?)(?:\$\$?|\\[)\]])[\s.*]*$")
+_GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,\\!|\\[, ]|~|\{,\})\d{3})+(?!\d)", re.ASCII)
+_GAP = re.compile(r"(\\(?:text\w*|mathrm|mathbf|mbox)) +(?=\{)")
+_PERCENT = re.compile(r"\s*\\?%$")
+_BASED = re.compile(r"(\w+)_(?:\{?(\d+)\}?|\{\s*\\text\s?\{\s*(\d+)\s*\}\s*\})", re.ASCII)
+_NAMED = re.compile(r"[a-zA-Z](?:_\{?\w\}?|\([a-z]\))?\s*=\s*(?=[^=]+$)")
 
 
 def math(problem: Problem, response: str) -> float:
@@ -57,14 +62,31 @@ def math(problem: Problem, response: str) -> float:
 @lru_cache(maxsize=65_536)
 def are_equal(gold: str, answer: str) -> bool:
     """Whether an answer (the inside of a box) equals the gold one. Cached: samples often agree."""
-    answer = _tidy(answer)
-    wholes = _WHOLE.fullmatch(_tidy(gold)), _WHOLE.fullmatch(answer)
+    gold, answer = _alike(_tidy(gold), _tidy(answer))
+    wholes = _WHOLE.fullmatch(gold), _WHOLE.fullmatch(answer)
     if wholes[0] and wholes[1]:  # most of them, and a hundred times as fast
         return _as_digits(wholes[0]) == _as_digits(wholes[1])
     expected = _parse_gold(gold)
-    if not answer or _letters(answer) == _letters(_tidy(gold)):
+    if not answer or _letters(answer) == _letters(gold):
         return bool(answer)
+    based = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
+    if based[0] and based[1]:  # math-verify drops the base
+        return _digits_and_base(based[0]) == _digits_and_base(based[1])
     return bool(verify(expected, _parse(f"\\boxed{{{answer}}}"), timeout_seconds=None))
+
+
+def _alike(gold: str, answer: str) -> tuple[str, str]:
+    """Both without what the other does not say: the percent sign of the gold one, a name for the answer."""
+    if _PERCENT.search(gold):  # 7.2 is an answer to 7.2 %, and 0.072 is none
+        gold, answer = (_PERCENT.sub("", text) for text in (gold, answer))
+    if "=" not in gold:
+        answer = _NAMED.sub("", answer, count=1) if _NAMED.match(answer) else answer
+    return gold, answer
+
+
+def _digits_and_base(based: re.Match[str]) -> tuple[str, int]:
+    digits, plain, text = based.groups()
+    return digits, int(plain or text)
 
 
 def _as_digits(whole: re.Match[str]) -> tuple[str, bool]:
@@ -87,8 +109,10 @@ def _parse(text: str) -> list[Any]:
 
 
 def _tidy(answer: str) -> str:
-    """Without the punctuation and the space around it, which math-verify takes for mathematics."""
-    return _OUTER_SPACE.sub("", answer).rstrip(".,;:").strip()
+    """Without the punctuation and the space around it, which math-verify takes for mathematics, and without
+    the spaces that group digits, which it takes for the ends of numbers."""
+    answer = _OUTER_SPACE.sub("", _GAP.sub(r"\1", answer)).rstrip(".,;:").strip()
+    return _GROUPED.sub(lambda grouped: "".join(re.findall(r"\d", grouped[0])), answer)
 
 
 def _letters(answer: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,10 +54,11 @@ def load_sft_data(
 ) -> SftData:
     """Read, tokenise, hold out, and leave out what the token budget cannot hold."""
     prompt = None if options.prompt is None else prompt_template(options.prompt)
-    loaded = load_examples(options.data, tokenizer, options.num_examples, prompt)
+    loaded = load_examples(options.data, tokenizer, options.num_examples, prompt, options.levels)
     validation_source = options.validation_data or _validation_split(options.data)
     if validation_source is not None:
-        validation = load_examples(validation_source, tokenizer, options.num_validation, prompt)
+        levels = options.levels if options.validation_data is None else None
+        validation = load_examples(validation_source, tokenizer, options.num_validation, prompt, levels)
     else:
         loaded, validation = _hold_out(loaded, options.num_validation, options.seed)
     kept, kept_validation = (
@@ -78,19 +80,26 @@ def load_examples(
     tokenizer: transformers.PreTrainedTokenizerBase,
     limit: int | None = None,
     prompt: PromptTemplate | None = None,
+    levels: tuple[int, int] | None = None,
 ) -> list[Example]:
-    """The examples of a source: problems with their solutions, or conversations.
+    """The examples of a source: problems with their solutions, conversations, or plain texts.
 
-    prompt: None for the one that suits the source; a conversation is its own.
+    prompt: None for the one that suits the source; a conversation is its own, a plain text has none.
+    levels: of problems, the lowest and the highest.
     """
-    conversations = _open_conversations(source)
-    if conversations is not None:
-        rows = [row for _, row in zip(range(limit or 2**62), conversations, strict=False)]
-        return [_example_of_messages(row, tokenizer) for row in rows]
+    opened = _open_rows(source)
+    if levels is not None and (opened is not None or source.startswith("chain:")):
+        fix = "leave the filter out" if opened else f"write chain:{levels[0]}-{levels[1]}"
+        raise UserError(f"levels: {source} has no rows with a level; {fix}")
+    if opened is not None:
+        rows, example_of_row = opened
+        return [example_of_row(row, tokenizer) for row in itertools.islice(rows, limit)]
     is_generated = source.startswith("chain:")
-    problems = open_problem_set(
-        source, limit or (NUM_GENERATED if is_generated else None), needs_answer=False
-    )
+    count = limit or (NUM_GENERATED if is_generated else None)
+    problems = open_problem_set(source, None if levels else count, needs_answer=False)
+    if levels is not None:
+        problems = problems.of_levels(*levels)
+        problems = problems if count is None else problems.first(count)
     template = prompt or problems.prompt
     return [example_of_problem(problem, template, tokenizer) for problem in problems.problems]
 
@@ -105,7 +114,7 @@ def example_of_problem(
 
 def _example_of_messages(row: Row, tokenizer: transformers.PreTrainedTokenizerBase) -> Example:
     """A conversation: all before its last message is the prompt, that message the response."""
-    messages = row.values["messages"]
+    messages: Any = row.values.get("messages")
     if not _is_conversation(messages):
         raise UserError(
             f"data: {row.place}: messages: not a conversation that ends with the assistant; write "
@@ -113,6 +122,15 @@ def _example_of_messages(row: Row, tokenizer: transformers.PreTrainedTokenizerBa
         )
     prompt_ids = render_chat(tokenizer, messages[:-1])
     return _finished(prompt_ids, messages[-1]["content"], tokenizer)
+
+
+def _example_of_text(row: Row, tokenizer: transformers.PreTrainedTokenizerBase) -> Example:
+    """A plain text: all of it is learnt, behind nothing but the beginning-of-text token, if there is one."""
+    text = row.values.get("text")
+    if not isinstance(text, str) or not text:
+        raise UserError(f"data: {row.place}: text: is missing, empty or no text; correct the row")
+    begin = tokenizer("").input_ids[:1]
+    return _finished(begin if begin == [tokenizer.bos_token_id] else [], text, tokenizer)
 
 
 def _finished(
@@ -130,13 +148,17 @@ def _finished(
     )
 
 
-def _open_conversations(source: str) -> Iterator[Row] | None:
-    """The rows of a file of conversations; None for every other source."""
+def _open_rows(source: str) -> tuple[Iterator[Row], Callable[..., Example]] | None:
+    """The rows of a file that holds no problems, as its first row shows, and what makes an example of one."""
     path = Path(source)
     if path.suffix not in SUFFIXES or not path.is_file():
         return None
     first = next(read_files([path]), None)
-    return read_files([path]) if first is not None and "messages" in first.values else None
+    names = set() if first is None else first.values.keys()
+    if "messages" in names:
+        return read_files([path]), _example_of_messages
+    is_plain_text = "text" in names and not names & {"question", "problem"}
+    return (read_files([path]), _example_of_text) if is_plain_text else None
 
 
 def _is_conversation(messages: Any) -> bool:

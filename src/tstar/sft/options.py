@@ -29,8 +29,11 @@ class SftOptions:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     data: str = ""
-    """What to learn: a .jsonl or .parquet file of {question, solution} (or answer, the whole response) or
-    {messages}, a preset (gsm8k@train, math-train, ...) or a generated task (chain:3, chain:2-4)."""
+    """What to learn: a .jsonl or .parquet file of {question, solution} (or answer, the whole response), of
+    {messages} or of plain {text}, a preset (gsm8k@train, math-train, ...) or a generated task (chain:3,
+    chain:2-4)."""
+    levels: tuple[int, int] | None = None
+    """Only problems from one level to another, both included: the paper's 3 5. Default: all."""
     validation_data: str | None = None
     """Where the validation loss is taken: a source of its own. Default: examples held out of `data`."""
     prompt: str | None = None
@@ -113,6 +116,8 @@ class SftOptions:
             prompt_template(self.prompt)
         if self.seed < 0:
             raise UserError(f"seed: {self.seed} is negative; use 0 or more")
+        if self.levels is not None and self.levels[0] > self.levels[1]:
+            raise UserError(f"levels: {list(self.levels)} is empty; give the lower one first")
         self._check_blocks()
 
     def _check_blocks(self) -> None:
