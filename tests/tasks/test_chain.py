@@ -59,8 +59,9 @@ def test_problems_are_right_and_of_their_level(level: int) -> None:
         assert len(first) == len(problem.answer) == shape.num_digits
         assert not set(operations) & {"*0", "*1", "*2", "*4", "*5", "*6", "*8", "+0", "-0"}
         assert int(problem.answer) == slow_answer(problem.question)
-        assert (problem.level, problem.solution) == (level, solve(problem.question))
+        assert problem.level == level
         assert problem.solution is not None
+        assert (problem.solution == solve(problem.question)) or shape.either_order
         assert chain_reward(problem, problem.solution) == 1
         num_tokens = len(tokenizer(problem.solution).input_ids) + 1  # and EOS
         assert num_tokens <= task.max_tokens
@@ -79,6 +80,22 @@ def test_operations_come_as_often(level: int) -> None:
             expected = 1 / len(shape.operators) / len(shape.operands(operator))
             assert operations.pop(operator + operand) / total == pytest.approx(expected, rel=0.25)
     assert not operations
+
+
+@pytest.mark.parametrize("level", [level for level, shape in LEVELS.items() if shape.either_order])
+def test_sums_and_products_are_written_either_way(level: int) -> None:
+    swapped = Counter()
+    for problem in ChainTask((level,)).first(400).problems:
+        assert problem.solution is not None
+        as_asked = solve(problem.question).split(";")
+        for written, asked in zip(problem.solution.split(";"), as_asked, strict=True):
+            left, sign, right = asked[0], asked[1], asked[2:3]
+            if sign in "+*" and left != right:
+                assert written in (asked, right + sign + left + asked[3:])
+                swapped[written != asked] += 1
+            else:
+                assert written == asked
+    assert swapped[True] / swapped.total() == pytest.approx(0.5, abs=0.06)  # 4 standard deviations
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -219,6 +236,11 @@ def test_files_go_through_the_same_door(tmp_path: Path) -> None:
         ("50", 0, False, False),
         ("", 0, False, False),
         (";;;#", 0, False, False),
+        ("7+46=53;3*53=59;59-9=50;#50", 3, True, True),  # either order, where it is the same
+        ("46+7=53;3*53=59;9-59=50;#50", 2, True, False),
+        ("46+46=53;53*3=59;59-9=50;#50", 2, True, False),  # of both orders, one half each
+        (SOLUTION + ";", 3, False, False),
+        (";" + SOLUTION, 0, True, False),
         ("46+7=٥٣;٥٣*3=59;59-9=50;#٥٠", 1, False, False),  # digits, but not ours
     ],
 )

@@ -10,6 +10,12 @@ can be read off the question. So a model that is near perfect one token at a tim
 unmasks several dependent results at once: what parallel decoding costs, and what a better unmasking
 order wins back, without a word of natural language.
 
+A sum or a product may be written with its operands in either order, `6+7=3`. In some levels the reference
+responses do, one time in two. Then a model is torn between two right texts wherever it has not begun one, and
+tokens drawn side by side may belong to different ones: `6+6=3`, `7+7=3`. That is the other thing parallel
+decoding costs, in any language: not what one forward cannot compute but what it cannot agree on. It is won
+back by a policy that makes up its mind.
+
 - Numbers are padded with zeros, so the question alone tells where each token stands.
 - Every operation is a bijection of the running result (multipliers are units modulo 10, no operand is
   0), so a chain that once went wrong does not come right by luck. With operands 0, 2 and 5 allowed, 5
@@ -28,6 +34,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from types import MappingProxyType
 from typing import Literal
 
@@ -38,6 +45,8 @@ Split = Literal["train", "validation", "test"]
 
 UNITS = {"*": "379", "^": "3"}
 """What may follow these operators: anything else would merge running results."""
+
+COMMUTATIVE = "+*"
 
 _QUESTION = re.compile(r"([0-9]+)((?:[-+*^][0-9])+)=")
 
@@ -60,6 +69,9 @@ class ChainLevel:
         """What may follow an operator."""
         return UNITS.get(operator, self.summands)
 
+    either_order: str = ""
+    """Operators whose operands the reference responses swap, one time in two."""
+
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest response, its EOS included."""
@@ -76,9 +88,12 @@ LEVELS: Mapping[int, ChainLevel] = MappingProxyType(
         6: ChainLevel(2, "+-*", 3, 5),
         7: ChainLevel(2, "+-*", 6, 9),
         8: ChainLevel(2, "+-*", 10, 14),
+        9: ChainLevel(1, "+-*", 3, 5, "137", either_order=COMMUTATIVE),
+        10: ChainLevel(1, "+-*", 6, 9, "137", either_order=COMMUTATIVE),
+        11: ChainLevel(1, "+-*", 10, 14, "137", either_order=COMMUTATIVE),
     }
 )
-"""Cubing is a bijection modulo 10, not modulo 100."""
+"""Cubing is a bijection modulo 10, not modulo 100. 9 to 11 are 2, 4 and 5 without cubes, in either order."""
 
 
 # -- problems ----------------------------------------------------------------------------------
@@ -129,7 +144,7 @@ class ChainTask:
     def _problem(self, key: str) -> Problem:
         attempts = (self._question(f"{key}/{attempt}") for attempt in itertools.count())
         level, question = next(drawn for drawn in attempts if split_of(drawn[1]) == self.split)
-        solution = solve(question)
+        solution = solve(question, LEVELS[level].either_order, key)
         answer = solution.rpartition("#")[2]
         return Problem(question, answer, level, f"chain/{key}", solution)
 
@@ -158,10 +173,16 @@ def split_of(question: str) -> Split:
     return "train" if bucket < 8 else "validation" if bucket == 8 else "test"
 
 
-def solve(question: str) -> str:
-    """The reference response to a question."""
-    steps = _expected_steps(question)
-    return ";".join(steps) + ";#" + steps[-1].rpartition("=")[2]
+def solve(question: str, either_order: str = "", key: str = "") -> str:
+    """The reference response to a question; the key says where operands change places, if they may."""
+    running, operations, num_digits = _parse(question)
+    coins = int.from_bytes(hashlib.blake2b(f"order/{key}".encode()).digest(), "little")
+    steps = []
+    for operation in operations:
+        coins, is_swapped = divmod(coins, 2)
+        forms = _forms(running, operation, running := _apply(running, operation, num_digits))
+        steps.append(forms[-1] if is_swapped and operation[0] in either_order else forms[0])
+    return ";".join(steps) + ";#" + running
 
 
 # -- checking ----------------------------------------------------------------------------------
@@ -177,7 +198,7 @@ class ChainCheck:
     """Steps that apply the question's operation to the result written before, and do so correctly."""
     is_answer_right: bool
     is_chain_right: bool
-    """The response is the reference, token for token."""
+    """Every step and the answer, and nothing besides."""
 
 
 def check(question: str, response: str) -> ChainCheck:
@@ -186,20 +207,19 @@ def check(question: str, response: str) -> ChainCheck:
     A step counts by itself: after one wrong result, a later step that continues from it correctly is
     right. Since every operation is a bijection, the answer of such a chain is still wrong.
     """
-    expected = _expected_steps(question)
-    written = response.split(";")
     first, operations, num_digits = _parse(question)
+    answer = reduce(lambda running, operation: _apply(running, operation, num_digits), operations, first)
+    written = response.split(";")
     before, num_right = first, 0
     for operation, step in zip(operations, written, strict=False):
-        after = _apply(before, operation, num_digits) if _is_number(before, num_digits) else None
-        num_right += after is not None and step == f"{before}{operation}={after}"
+        if _is_number(before, num_digits):
+            num_right += step in _forms(before, operation, _apply(before, operation, num_digits))
         before = step.rpartition("=")[2]
-    answer = expected[-1].rpartition("=")[2]
     return ChainCheck(
-        num_steps=len(expected),
+        num_steps=len(operations),
         num_right_steps=num_right,
         is_answer_right=response.rpartition("#")[1:] == ("#", answer),
-        is_chain_right=response == solve(question),
+        is_chain_right=num_right == len(operations) and written[num_right:] == [f"#{answer}"],
     )
 
 
@@ -219,14 +239,11 @@ def chain_steps_reward(problem: Problem, response: str) -> float:
     return checked.num_right_steps / checked.num_steps
 
 
-def _expected_steps(question: str) -> list[str]:
-    running, operations, num_digits = _parse(question)
-    steps = []
-    for operation in operations:
-        after = _apply(running, operation, num_digits)
-        steps.append(f"{running}{operation}={after}")
-        running = after
-    return steps
+def _forms(before: str, operation: str, after: str) -> tuple[str, ...]:
+    """The right ways to write a step."""
+    sign, operand = operation
+    as_asked = f"{before}{operation}={after}"
+    return (as_asked, f"{operand}{sign}{before}={after}") if sign in COMMUTATIVE else (as_asked,)
 
 
 def _parse(question: str) -> tuple[str, list[str], int]:
