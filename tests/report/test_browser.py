@@ -94,11 +94,18 @@ def test_it_prints_light_and_whole(browser: Browser, world_page: str) -> None:
     browser.open(world_page, theme="dark")
     printed = browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
     assert len(printed) > 50_000
+    hidden = "return document.querySelectorAll('.t:not(.on)').length"
+    num_tokens = browser.script(hidden)
+    assert num_tokens > 0
+    browser.script("dispatchEvent(new Event('beforeprint'))")
+    assert browser.script(hidden) == 0  # a response stands whole on paper
+    browser.script("dispatchEvent(new Event('afterprint'))")
+    assert browser.script(hidden) == num_tokens
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     style = (
         "const s = getComputedStyle(document.querySelector(given[0])); return [s.backgroundColor, s.display]"
     )
-    assert browser.script(style, "html") == ["rgb(253, 253, 252)", "block"]
+    assert browser.script(style, "html") == ["rgb(255, 255, 255)", "block"]
     assert browser.script(style, ".controls")[1] == "none"
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 

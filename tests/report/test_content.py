@@ -118,6 +118,25 @@ def test_seeds_of_a_run_are_one_arm(tmp_path: Path) -> None:
     assert report.validation.bases_setting == ""
 
 
+def test_differences_are_those_of_arms(tmp_path: Path) -> None:
+    for seed in range(2):
+        for name, rate in (("tstar", "0.1"), ("direct-b8", "0.2")):
+            run = make_run(tmp_path / f"seed{seed}" / name, [(8, 2)], seed=seed)
+            stages = (
+                f"stages: {{8: {{policies: null, num_updates: 2}}}}\nmodel: /a/long/way/to/{seed}/of/{name}"
+            )
+            text = f"seed: {seed}\nrate: {rate}\nengine: {{memory: {seed}}}\n"
+            (run / "config.yaml").write_text(text + (stages if name == "tstar" else ""))
+    report = build([tmp_path])
+    assert [arm.name for arm in report.arms] == ["direct-b8", "tstar"]
+    assert {d.field: d.values for d in report.differences} == {
+        "seed": ("0, 1", "0, 1"),
+        "rate": ("0.2", "0.1"),
+        "stages.8.num_updates": ("–", "2"),
+        "model": ("–", "/a/long/way/to/0/of/tstar and 1 more"),
+    }
+
+
 def test_the_trained_policy_comes_first_and_the_runs_own_validations_do_not_count(tmp_path: Path) -> None:
     run = make_run(tmp_path / "tstar", [(8, 5)])
     lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -166,10 +185,7 @@ def test_settings_are_never_mixed(tmp_path: Path) -> None:
     report = build([tmp_path])
     assert len(report.settings) == 2
     assert all(s.num_evaluations == 1 for s in report.scores)
-    assert [c.numbers.split(":")[0] for c in report.verdict] == [
-        "math500 · static k=4",
-        "math500 · dynamic 0.9",
-    ]
+    assert [c.text.split(",")[0] for c in report.verdict] == ["math500 · static k=4", "math500 · dynamic 0.9"]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +271,13 @@ def test_the_verdict_claims_nothing_without_intervals(tmp_path: Path) -> None:
         make_evaluation(tmp_path / label, Evaluated(label, 8, accuracy), accuracy={"value": accuracy})
     (claim,) = build([tmp_path]).verdict
     assert claim.text.endswith("these data do not separate them.")
+
+
+def test_nothing_solved_is_no_draw(tmp_path: Path) -> None:
+    for label in ("base", "T*"):
+        make_evaluation(tmp_path / label, Evaluated(label, 8, 0.0))
+    (claim,) = build([tmp_path]).verdict
+    assert claim.text == "B = 8: no method has solved a problem."
 
 
 def test_the_guard_is_named(world_report: Report) -> None:

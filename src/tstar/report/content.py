@@ -92,7 +92,7 @@ def build(paths: Sequence[Path]) -> Report:
         health=draw_health(runs, arms, notices),
         schedules=schedules,
         samples=samples,
-        differences=tuple(_differences(runs)),
+        differences=tuple(_differences(runs, arms)),
     )
     if not evaluations:
         notices.append(Notice("report", "no evaluation was found: accuracy is the runs' own validation"))
@@ -204,12 +204,24 @@ def _note_runs(
             notices.append(Notice(run.name, "has no evaluation"))
 
 
-def _differences(runs: Sequence[RunSource]) -> Iterator[Difference]:
-    fields = dict.fromkeys(field for run in runs for field in run.config)
+_OF_THE_MACHINE = ("engine.memory",)
+"""What was free when the run began: no choice of anybody's."""
+MAX_VALUES = 30
+
+
+def _differences(runs: Sequence[RunSource], arms: Sequence[Arm]) -> Iterator[Difference]:
+    fields = dict.fromkeys(field for run in runs for field in run.config if field not in _OF_THE_MACHINE)
     for field in fields:
-        values = tuple(run.config.get(field, "–") for run in runs)
+        values = [run.config.get(field, "None") for run in runs]
         if len(set(values)) > 1:
-            yield Difference(field, values)
+            yield Difference(field, tuple(_seeds_value([values[i] for i in arm.runs]) for arm in arms))
+
+
+def _seeds_value(values: Sequence[str]) -> str:
+    """The field's value in the runs of an arm."""
+    shown = [value if value != "None" else "–" for value in dict.fromkeys(values)]
+    text = ", ".join(shown)
+    return text if len(shown) == 1 or len(text) <= MAX_VALUES else f"{shown[0]} and {len(shown) - 1} more"
 
 
 # -- evaluations -------------------------------------------------------------------------------
@@ -226,7 +238,9 @@ def _read_evaluations(
             evaluations.append(read)
     labels = [e.label for e in evaluations if e.label]
     return [
-        e if e.label else replace(e, label=e.name if e.run is None else name_run(e.run, labels))
+        replace(e, label=split_seed(e.label)[0] or e.label)
+        if e.label
+        else replace(e, label=e.name if e.run is None else name_run(e.run, labels))
         for e in evaluations
     ]
 
@@ -380,7 +394,7 @@ def _response_sources(
     """Where responses are looked at: the evaluations that stand for something; of a run without any, some of
     its rollouts; files that stand alone."""
     sources = []
-    for e, view in zip(evaluations, views, strict=True):
+    for e, view in sorted(zip(evaluations, views, strict=True), key=lambda pair: pair[1].setting):
         if view.is_selected:
             sources.append(
                 ResponseSource(

@@ -210,7 +210,7 @@ QUANTITIES = (
     _Quantity(
         "rollout_kl",
         "Engine against trainer",
-        "KL of their log-probs; rounding, or a fault.",
+        "KL of their log-probs: rounding.",
         "log",
         _named("rollout_train_kl"),
         max,
@@ -224,7 +224,7 @@ QUANTITIES = (
     _Quantity(
         "uniform",
         "Groups without spread",
-        "All responses earned the same: they teach nothing.",
+        "Their responses all earned the same.",
         "share",
         _uniform,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,11 +149,18 @@ def _validation(report: Report) -> Figure:
                 color=style["color"],
             )
     name = "base" if report.validation.bases_setting else "start"
-    for base in report.validation.bases:
+    curves = report.validation.curves
+    seen = [100 * p.accuracy.value for c in curves for s in c.segments for p in s]
+    seen += [100 * base.accuracy.value for base in report.validation.bases]
+    room = 0.12 * (max(seen) - min(seen)) + 1
+    low, high = max(0.0, min(seen) - room), max(seen) + room
+    above = np.inf
+    for base in sorted(report.validation.bases, key=lambda b: -b.accuracy.value):
         axes.axhline(100 * base.accuracy.value, color=COLOURS["base"], linestyle="--", linewidth=0.9)
+        above = min(100 * base.accuracy.value, above - 0.05 * (high - low))  # names side by side
         axes.annotate(
             f"{name}, B = {base.block_size}",
-            (1, 100 * base.accuracy.value),
+            (1, above),
             xycoords=("axes fraction", "data"),
             xytext=(3, 0),
             textcoords="offset points",
@@ -161,13 +168,8 @@ def _validation(report: Report) -> Figure:
             fontsize=7.5,
             color=COLOURS["base"],
         )
-    seen = [100 * p.accuracy.value for c in report.validation.curves for s in c.segments for p in s]
-    seen += [100 * base.accuracy.value for base in report.validation.bases]
-    room = 0.12 * (max(seen) - min(seen)) + 1
     # Few seeds may have an interval far beyond all that was seen.
-    axes.set(
-        xlabel="update steps", ylabel="validation accuracy (%)", ylim=(min(seen) - room, max(seen) + room)
-    )
+    axes.set(xlabel="update steps", ylabel="validation accuracy (%)", ylim=(low, high))
     figure.legend(loc="outside lower center", ncols=4)
     return figure
 
@@ -206,13 +208,26 @@ def _block_sizes(report: Report) -> Figure:
         for n in range(len(report.settings))
         if any(s.setting == n and s.accuracy is not None for s in report.scores)
     ]
-    figure = _figure(max(3.2 * len(settings), 4.0), 3.0)
-    for axes, setting in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings, strict=True):
+    columns = {1: 1, 2: 2, 4: 2}.get(len(settings), 3)
+    rows = -(-len(settings) // columns)
+    figure = _figure(max(2.6 * columns, 4.0), 2.5 * rows + 0.4)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, setting in zip(grid, settings, strict=False):
         scores = [s for s in report.scores if s.setting == setting and s.accuracy is not None]
         _block_size_panel(report, axes, scores)
-        axes.set(title=_plain(report.settings[setting]), xlabel="block size", ylabel="accuracy (%)")
-        axes.legend()
+        axes.set(xlabel="block size", ylabel="accuracy (%)")
+        axes.set_title(_plain(report.settings[setting]), fontsize=9)
+    _name_all(figure, grid[: len(settings)])
+    for axes in grid[len(settings) :]:
+        axes.set_axis_off()
     return figure
+
+
+def _name_all(figure: Figure, panels: Iterable[Axes]) -> None:
+    """One legend for all panels."""
+    found = [axes.get_legend_handles_labels() for axes in panels]
+    named = {label: h for handles, labels in found for h, label in zip(handles, labels, strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4)
 
 
 def _block_size_panel(report: Report, axes: Axes, scores: Sequence[Score]) -> None:
@@ -302,9 +317,7 @@ def _schedules(report: Report) -> Figure:
         row[0].set(ylabel=f"B = {size}\nout of order (%)", xlabel="place in the block")
         row[1].set(ylabel="blocks (%)", xlabel="steps per block")
         row[2].set(ylabel="tokens (%)", xlabel="confidence when unmasked")
-    found = [axes.get_legend_handles_labels() for axes in grid[:, 0]]
-    named = {label: h for handles, labels in found for h, label in zip(handles, labels, strict=True)}
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4)
+    _name_all(figure, grid[:, 0])
     return figure
 
 

@@ -82,6 +82,7 @@ class Difference:
 
     field: str
     values: tuple[str, ...]
+    """Of each arm."""
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,19 @@ def _compare(report: Report, scores: list[Score]) -> Claim:
     names = {score.method: report.methods[score.method].name for score in scores}
     ours = next((s for s in scores if report.methods[s.method].slot == "tstar"), scores[0])
     other = next(s for s in scores if s is not ours)
-    claim = _difference(names[ours.method], names[other.method], ours, other)
+    if any(_value(s.accuracy) for s in scores):
+        claim = _difference(names[ours.method], names[other.method], ours, other)
+    else:
+        claim = "no method has solved a problem."
     counts = {s.num_evaluations for s in scores}
     several = counts.pop() if len(counts) == 1 else 0
     head = report.settings[ours.setting] + (f", means of {several} seeds" if several > 1 else "")
     listed = "; ".join(f"{names[s.method]} {_show(s, with_count=not several)}" for s in scores)
-    return Claim(f"B = {ours.block_size}: {claim}", f"{head}: {listed}.")
+    where = f"B = {ours.block_size}"
+    if len({s.setting for s in report.scores}) > 1:
+        where = f"{report.settings[ours.setting]}, {where}"
+        head = head.removeprefix(report.settings[ours.setting]).removeprefix(", ")
+    return Claim(f"{where}: {claim}", f"{head}: {listed}." if head else f"{listed}.")
 
 
 def _difference(name: str, other_name: str, ours: Score, other: Score) -> str:

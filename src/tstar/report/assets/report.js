@@ -41,6 +41,14 @@ const plain = (value) => {
   if (size >= 1e5 || size < 1e-3) return value.toExponential(1).replace("e+", "e").replace("-", "−");
   return String(+value.toPrecision(3)).replace("-", "−");
 };
+// Ticks have as many digits as their distance needs.
+function tickText(value, step, kind) {
+  const scale = kind === "share" ? 100 : 1, size = step * scale;
+  if (kind === "log" || size < 1e-3 || Math.abs(value) >= 1e5) return FORMATS[kind](value);
+  let digits = 0;
+  while (digits < 6 && Math.abs(size * 10 ** digits - Math.round(size * 10 ** digits)) > 1e-6) digits++;
+  return `${(value * scale).toFixed(digits).replace("-", "−")}${kind === "share" ? " %" : ""}`;
+}
 const FORMATS = { share: (v) => `${+percent(v)} %`, number: plain, log: plain, whole: (v) => String(Math.round(v)) };
 const SIGNS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 // Controls and marks of direction act on the text around them; they are shown by number instead.
@@ -142,7 +150,8 @@ function drawPlot(spec, width, height, host, tip) {
   if (!heights.length) return picture;
   const [low, high] = extent(heights, spec.kind, spec.includeZero);
   const rows = spec.kind === "log" ? logTicks(low, high) : ticks(low, high, height > 200 * unit ? 5 : 3);
-  const left = (Math.max(...rows.map((v) => format(v).length)) * 7 + 12) * unit;
+  const rowText = (v) => tickText(v, rows.length > 1 ? rows[1] - rows[0] : 1, spec.kind);
+  const left = (Math.max(...rows.map((v) => rowText(v).length)) * 7 + 12) * unit;
   const hasMargin = references.length > 0 && width > 620 * unit; // where the references' names stand
   const right = (hasMargin ? Math.max(...references.map((r) => r.name.length)) * 6.6 + 10 : 10) * unit, top = (spec.stages ? 24 : spec.yTitle ? 20 : 8) * unit, bottom = (spec.xTitle ? 40 : 24) * unit;
   const xs = spec.xValues || spec.series.flatMap((s) => s.segments.flat().map((p) => p.x)); // hidden ones too: the axis stays
@@ -154,7 +163,7 @@ function drawPlot(spec, width, height, host, tip) {
   const axes = svg("g", { "aria-hidden": "true" });
   for (const v of rows) axes.append(
     svg("line", { class: "gridline", x1: left, x2: width - right, y1: y(v), y2: y(v) }),
-    svg("text", { x: left - 8 * unit, y: y(v) + 4 * unit, "text-anchor": "end" }, format(v)));
+    svg("text", { x: left - 8 * unit, y: y(v) + 4 * unit, "text-anchor": "end" }, rowText(v)));
   const columns = spec.xNames ? spec.xValues : wholeTicks(first, last, Math.max(2, Math.min(8, width / (80 * unit))));
   for (const v of columns) axes.append(
     svg("text", { x: x(v), y: height - bottom + 17 * unit, "text-anchor": "middle" }, spec.xNames ? spec.xNames[spec.xValues.indexOf(v)] : plain(v)));
@@ -169,7 +178,7 @@ function drawPlot(spec, width, height, host, tip) {
       svg("title", {}, alarm.text)));
   const cut = (v) => y(Math.max(low, Math.min(high, v)));
   for (const s of series) picture.append(drawSeries(s, x, y, cut, unit));
-  drawReferences(picture, references, y, left, width - right, unit, hasMargin);
+  drawReferences(picture, references, y, left, width - right, height - bottom, unit, hasMargin);
   watchPointer(picture, spec, series, { x, format, top, bottom: height - bottom, left, width }, host, tip);
   return picture;
 }
@@ -199,11 +208,13 @@ function drawStages(picture, stages, x, top, bottom, unit, limit) {
   }
 }
 
-function drawReferences(picture, references, y, left, right, unit, hasMargin) {
-  let above = -Infinity; // labels do not stand on each other
-  for (const r of references.slice().sort((a, b) => b.y - a.y)) {
-    const at = y(r.y), text = Math.max(at + (hasMargin ? 4 : -5) * unit, above + 14 * unit);
-    above = text;
+function drawReferences(picture, references, y, left, right, bottom, unit, hasMargin) {
+  const sorted = references.slice().sort((a, b) => b.y - a.y), texts = [];
+  // Labels stand neither on each other nor below the axis.
+  for (const r of sorted) texts.push(Math.max(y(r.y) + (hasMargin ? 4 : -5) * unit, texts.length ? texts[texts.length - 1] + 14 * unit : -Infinity));
+  for (let i = texts.length - 1, floor = bottom; i >= 0; i--, floor = texts[i + 1] - 14 * unit) texts[i] = Math.min(texts[i], floor);
+  for (const [i, r] of sorted.entries()) {
+    const at = y(r.y), text = texts[i];
     picture.append(svg("g", { class: `m-${r.slot} reference-mark` },
       svg("line", { class: "reference", x1: left, x2: right, y1: at, y2: at }),
       svg("text", { class: "note", x: right + (hasMargin ? 6 * unit : 0), y: text, "text-anchor": hasMargin ? "start" : "end" }, r.name)));
@@ -368,12 +379,14 @@ function drawBlockSizes() {
   const entries = report.methods.filter((m, i) => report.scores.some((s) => s.method === i)).map((m) => ({ name: m.name, slot: m.slot }));
   const hosts = () => panels.map((p) => p.node.querySelector(".plot"));
   return [figure(2, "Accuracy and block size", "Each checkpoint is decoded with its own block size. Bars are 95 % intervals; where several seeds of a method were evaluated, their mean, with Student's interval over the seeds or that of a single evaluation, whichever is wider. AR models are lines: they have no block size.",
-    legend("blocks", entries, hosts), el("div", { class: "panels" }, panels.map((p) => p.node)))];
+    legend("blocks", entries, hosts), el("div", { class: panels.length === 4 ? "panels wide" : "panels" }, panels.map((p) => p.node)))];
 }
 
 function drawTables() {
   if (!report.scores.length) return [empty("No evaluation is in this report.")];
-  return [report.settings.map((name, setting) => el("div", { class: "tables" }, scheduleTable(name, setting), blockTable(name, setting))), details("all", `All ${report.evaluations.length} evaluations`, allTable)].filter(Boolean);
+  const pairs = report.settings.map((name, setting) => [name, [scheduleTable(name, setting), blockTable(name, setting)].filter(Boolean)]).filter(([, pair]) => pair.length);
+  const draw = (pair) => el("div", { class: "tables" }, pair);
+  return [pairs.slice(0, 1).map(([, pair]) => draw(pair)), pairs.slice(1).map(([name, pair]) => details(`tables-${name}`, `The same for ${name}`, () => draw(pair))), details("all", `All ${report.evaluations.length} evaluations`, allTable)].filter(Boolean);
 }
 
 function scheduleTable(name, setting) {
@@ -440,8 +453,8 @@ const figureName = (f) => `${f.method === null ? f.name : method(f.method).name}
 function drawSchedules() {
   const figures = report.schedules;
   if (!figures.length) return [empty("No stored response could be read.")];
-  const count = (s) => figures.filter((f) => f.setting === s).length;
-  const settings = [...new Set(figures.map((f) => f.setting))].sort((a, b) => count(b) - count(a));
+  const isOneToken = (s) => figures.filter((f) => f.setting === s).every((f) => f.block_size === 1);
+  const settings = [...new Set(figures.map((f) => f.setting))].sort((a, b) => isOneToken(a) - isOneToken(b));
   const select = el("select", { "aria-label": "Setting of the schedule figures" });
   options(select, settings.map((s) => [s, s]), state.schedule);
   const body = el("div", { class: "case" });
@@ -600,6 +613,7 @@ function drawPlayer() {
   options(colour, [["step", "step in the block"], ["doubt", "doubt (1 − confidence)"]], state.colour);
   options(filter, [["all", "all answers"], ["solved", "solved"], ["unsolved", "unsolved"]], state.filter);
   const player = { box, screen, thisStep, play, range, speed, colour, stepOut, tokensOut, soFarOut, tpfOut, verdictOut, at: 0, timer: null };
+  state.player = player;
 
   const kept = (r) => filter.value === "all" || (filter.value === "solved") === (r.is_correct === true);
   const mine = () => responses.filter((r) => r.figure === +who.value && kept(r));
@@ -761,7 +775,7 @@ function pressed(player, event) {
 function drawConfig() {
   if (!report.runs.length) return [empty("No run is in this report.")];
   const differences = report.differences.length ? captioned("What the runs do not share", [el("b", {}, "What the runs do not share. "), "All other fields are equal."],
-    table(["Field", ...report.runs.map((r) => r.name)], [report.differences.map((d) => [d.field, ...d.values.map((v) => visible(v))])])) : null;
+    table(["Field", ...report.arms.map((a) => a.name)], [report.differences.map((d) => [d.field, ...d.values.map((v) => visible(v))])])) : null;
   return [report.runs.length > 1 ? differences || el("p", { class: "empty" }, "The runs have the same configuration.") : null,
     ...report.runs.map((run) => details(`config-${run.name}`, `${run.name}: config.yaml`, () => el("pre", { class: "config", tabindex: 0 }, run.config_yaml)))];
 }
@@ -777,7 +791,7 @@ const SECTIONS = [
   { id: "schedules", title: "Schedules", input: (r) => [r.schedules, r.methods], draw: drawSchedules },
   { id: "case-study", title: "Case study", input: (r) => [r.samples, r.schedules, r.methods], draw: drawCase },
   { id: "player", title: "Player", input: (r) => [r.samples, r.schedules, r.methods], draw: drawPlayer },
-  { id: "configuration", title: "Configuration", input: (r) => [r.runs, r.differences], draw: drawConfig },
+  { id: "configuration", title: "Configuration", input: (r) => [r.arms, r.runs, r.differences], draw: drawConfig },
 ];
 
 function flush() {
@@ -835,6 +849,10 @@ function follow() {
   };
   setTimeout(ask, 1500);
 }
+
+// On paper, responses stand whole.
+addEventListener("beforeprint", () => { if (state.player) { state.beforePrint = state.player.at; stop(state.player); seek(state.player, Infinity); } });
+addEventListener("afterprint", () => { if (state.player) seek(state.player, state.beforePrint); });
 
 followTheme();
 document.getElementById("nav").append(...SECTIONS.filter((s) => s.title).map((s) => el("a", { href: `#${s.id}` }, s.title)));
