@@ -21,6 +21,7 @@ With B = 4, a prompt of 6 tokens (p) and a response of 7 (r)::
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -135,7 +136,12 @@ class Partition:
 
         Under ``origin="sequence"`` the first of them may begin with the prompt's tail.
         """
-        return tuple(self.block(index) for index in range(self.num_prompt_blocks, self.num_blocks))
+        first = self.num_prompt_blocks
+        bounds = self.boundaries[first:].tolist()
+        return tuple(
+            Block(index, start, stop)
+            for index, (start, stop) in enumerate(itertools.pairwise(bounds), start=first)
+        )
 
     @cached_property
     def prompt_blocks(self) -> tuple[Block, ...]:
@@ -169,10 +175,8 @@ class Partition:
     @cached_property
     def response_slices(self) -> tuple[slice, ...]:
         """Each response block as a slice of the response alone (a prompt tail is left out)."""
-        return tuple(
-            slice(max(block.start - self.prompt_length, 0), block.stop - self.prompt_length)
-            for block in self.blocks
-        )
+        bounds = (self.boundaries[self.num_prompt_blocks :] - self.prompt_length).clip(0)
+        return tuple(slice(start, stop) for start, stop in itertools.pairwise(bounds.tolist()))
 
     # -- relatives -----------------------------------------------------------------------------
 

@@ -98,16 +98,17 @@ class Trajectory:
         counts = np.bincount(self.unmask_step)
         if (counts == 0).any():
             raise ValueError(f"unmask_step: no token has step {_first(counts == 0)} of {len(counts)}")
-        latest = -1
-        for block in self.partition.response_slices:
-            steps = self.unmask_step[block]
-            if (steps <= latest).any():
-                index = block.start + _first(steps <= latest)
-                raise ValueError(
-                    f"unmask_step[{index}]: step {self.unmask_step[index]} is not after step {latest}, "
-                    "the last of the block before"
-                )
-            latest = int(steps.max())
+        slices = self.partition.response_slices
+        starts = [block.start for block in slices]
+        latest = np.maximum.accumulate(np.maximum.reduceat(self.unmask_step, starts))[:-1]
+        is_early = np.minimum.reduceat(self.unmask_step, starts)[1:] <= latest
+        if is_early.any():
+            number = _first(is_early)
+            index = starts[number + 1] + _first(self.unmask_step[slices[number + 1]] <= latest[number])
+            raise ValueError(
+                f"unmask_step[{index}]: step {self.unmask_step[index]} is not after step {latest[number]}, "
+                "the last of the block before"
+            )
         if self.forwards.denoise != self.num_steps:
             raise ValueError(
                 f"forwards.denoise: {self.forwards.denoise} where unmask_step has {self.num_steps} steps"

@@ -97,7 +97,7 @@ class Batch:
         self.page_table[slot, : len(lease.pages)] = lease.pages
         self.stops[slot] = NO_TOKEN
         self.stops[slot, : len(stops)] = stops
-        first = partition.blocks[0]
+        first = partition.block(partition.num_prompt_blocks)
         self.prompt_length[slot], self.length[slot] = prompt_length, length
         self.block_start[slot], self.block_stop[slot] = first.start, first.stop
         self.written[slot] = 0 if lease.prompt is None else lease.prompt.length

@@ -170,7 +170,8 @@ class Engine:
             reserved = 2 * int(batch.block_size[batch.slots].sum())
             if reserved + 2 * partition.block_size > self._memory.max_forward_tokens:
                 return
-            shared_length = partition.blocks[0].start - (0 if batch.is_diffusion else 1)
+            first_block = partition.block(partition.num_prompt_blocks)
+            shared_length = first_block.start - (0 if batch.is_diffusion else 1)
             key = (request.prompt_ids[:shared_length].tobytes(), request.rule)
             slot = batch.next_slot
             lease = self._pages.admit(slot, key, shared_length, partition.sequence_length)

@@ -171,6 +171,8 @@ class PageTable:
 
     def _make_room(self, num_pages: int, keep: Prompt | None) -> bool:
         """Forget prompts that no running request has, the longest unused first, until there is room."""
+        if self.pool.num_free >= num_pages:
+            return True
         for prompt in list(self._prompts.values()):
             if self.pool.num_free >= num_pages:
                 break
