@@ -10,8 +10,8 @@ The examples have 64 prompt and 256 response tokens, so B = 4 and B = 32 give pa
 Share of peak = matmul FLOPs that the loss needs / seconds / the fastest square matmul of the same run. FLOPs
 count visible (query, key) pairs alone and logits at masked positions alone; drawing, packing, clipping and
 AdamW count as time, not as work. Times are the best of several rounds, in turns with the peak's. --busy
-counts this process's own CPU seconds, and takes the mean of the matmuls that run between the steps in place of
-the fastest: what the machine gave in those minutes.
+counts this process's own CPU seconds, and takes the mean of the matmuls that run between the steps in place
+of the fastest: what the machine gave in those minutes.
 """
 
 from __future__ import annotations
