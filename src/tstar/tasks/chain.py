@@ -11,7 +11,7 @@ unmasks several dependent results at once: what parallel decoding costs, and wha
 order wins back, without a word of natural language.
 
 A sum or a product may be written with its operands in either order, `6+7=3`. In some levels the reference
-responses do, one time in two. Then a model is torn between two right texts wherever it has not begun one, and
+responses do, one time in four. Then a model is torn between two right texts wherever it has not begun one, and
 tokens drawn side by side may belong to different ones: `6+6=3`, `7+7=3`. That is the other thing parallel
 decoding costs, in any language: not what one forward cannot compute but what it cannot agree on. It is won
 back by a policy that makes up its mind.
@@ -70,7 +70,8 @@ class ChainLevel:
         return UNITS.get(operator, self.summands)
 
     either_order: str = ""
-    """Operators whose operands the reference responses swap, one time in two."""
+    """Operators whose operands the reference responses swap, one time in four: were it one in two, nothing
+    would speak for either order, and agreeing on one would be reinforced in both directions alike."""
 
     @property
     def max_tokens(self) -> int:
@@ -179,9 +180,9 @@ def solve(question: str, either_order: str = "", key: str = "") -> str:
     coins = int.from_bytes(hashlib.blake2b(f"order/{key}".encode()).digest(), "little")
     steps = []
     for operation in operations:
-        coins, is_swapped = divmod(coins, 2)
+        coins, coin = divmod(coins, 4)
         forms = _forms(running, operation, running := _apply(running, operation, num_digits))
-        steps.append(forms[-1] if is_swapped and operation[0] in either_order else forms[0])
+        steps.append(forms[-1] if coin == 0 and operation[0] in either_order else forms[0])
     return ";".join(steps) + ";#" + running
 
 
