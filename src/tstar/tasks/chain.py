@@ -11,8 +11,8 @@ unmasks several dependent results at once: what parallel decoding costs, and wha
 order wins back, without a word of natural language.
 
 A sum or a product may be written with its operands in either order, `6+7=3`. In some levels the reference
-responses do, one time in four. Then a model is torn between two right texts wherever it has not begun one, and
-tokens drawn side by side may belong to different ones: `6+6=3`, `7+7=3`. That is the other thing parallel
+responses do, one time in four. Then a model is torn between two right texts wherever it has not begun one,
+and tokens drawn side by side may belong to different ones: `6+6=3`, `7+7=3`. That is the other thing parallel
 decoding costs, in any language: not what one forward cannot compute but what it cannot agree on. It is won
 back by a policy that makes up its mind.
 
@@ -242,7 +242,7 @@ def chain_steps_reward(problem: Problem, response: str) -> float:
 
 def _forms(before: str, operation: str, after: str) -> tuple[str, ...]:
     """The right ways to write a step."""
-    sign, operand = operation
+    sign, operand = operation[0], operation[1:]
     as_asked = f"{before}{operation}={after}"
     return (as_asked, f"{operand}{sign}{before}={after}") if sign in COMMUTATIVE else (as_asked,)
 
