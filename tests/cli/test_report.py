@@ -91,7 +91,12 @@ def test_analyze_shows_tables(runs: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["analyze", str(evaluation), "--details"]) == 0
     shown = capsys.readouterr().out
     found = analyze(read_responses(evaluation / "responses.jsonl"))
-    for text in ("000010-b8", f"{found.local_strict:.3f}", f"{found.tokens_per_forward:.3f}", "non-monotone"):
+    for text in (
+        "T* · dynamic",
+        f"{found.local_strict:.3f}",
+        f"{found.tokens_per_forward:.3f}",
+        "non-monotone",
+    ):
         assert text in shown
 
 

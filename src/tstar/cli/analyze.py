@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -43,7 +44,8 @@ class Analyze:
         else:
             tables = [_to_table(rows)]
             if self.details:
-                tables += [table for row in rows for table in _detail_tables(row)]
+                named = zip(rows, _names(rows), strict=True)
+                tables += [table for row, name in named for table in _detail_tables(row, name)]
             Console().print(*tables)
 
 
@@ -210,39 +212,42 @@ def _to_table(rows: Sequence[Row]) -> Table:
     table.add_column("source", overflow="fold")
     for heading in _COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True)
-    names = _names(rows)
-    for row in rows:
+    for row, name in zip(rows, _names(rows), strict=True):
         cells = _cells(row)
-        how = " · ".join(part for part in (row.label, row.policy, str(row.rule)) if part)
         # As text: what stands in a file is no markup.
-        table.add_row(Text(f"{names[row.source]}\n{how}"), *(_format(cells[name]) for name in _COLUMNS))
+        table.add_row(Text(name), *(_format(cells[column]) for column in _COLUMNS))
     return table
 
 
-def _names(rows: Sequence[Row]) -> Mapping[Path, str]:
-    """Each file without what all have in common; an evaluation by its directory."""
+def _names(rows: Sequence[Row]) -> Sequence[str]:
+    """How each was decoded, and its file without what all have in common: of an evaluation the directory, and
+    only where what it says of itself does not tell it from the others."""
     from tstar.report.sources import name_paths
 
-    is_evaluation = {row.source: row.policy is not None for row in rows}
-    shown = {path: path.parent if is_evaluation[path] else path for path in is_evaluation}
-    names = name_paths(list(shown.values()))
-    return {path: names[shown[path]] for path in shown}
+    hows = [" · ".join(part for part in (row.label, row.policy, str(row.rule)) if part) for row in rows]
+    shown = [row.source.parent if row.policy is not None else row.source for row in rows]
+    paths = name_paths(shown)
+    return [
+        how if row.label and hows.count(how) == 1 else f"{paths[path]}\n{how}"
+        for row, how, path in zip(rows, hows, shown, strict=True)
+    ]
 
 
-def _detail_tables(row: Row) -> Iterator[Table]:
+def _detail_tables(row: Row, name: str) -> Iterator[Table]:
+    from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    analysis = row.analysis
-    title = escape(f"{row.source}, {row.rule}")
-    steps = Table("steps", "blocks", title=f"{title}: steps that a block took")
+    analysis, title = row.analysis, escape(name.replace("\n", ", "))
+    table = partial(Table, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", min_width=70)
+    steps = table("steps", "blocks", title=f"{title}: steps that a block took")
     for number, count in enumerate(analysis.steps_per_block.tolist()):
         if count:
             steps.add_row(str(number), f"{count:,}")
     yield steps
 
     num_steps = analysis.first_unmask.shape[1]
-    places = Table(
+    places = table(
         "place", "non-monotone", *map(str, range(num_steps)), title=f"{title}: tokens by place and step"
     )
     for place, (share, counts) in enumerate(
@@ -252,7 +257,7 @@ def _detail_tables(row: Row) -> Iterator[Table]:
     yield places
 
     confidence = analysis.confidence
-    bins = Table("confidence", "tokens", "in correct responses", title=f"{title}: confidence when unmasked")
+    bins = table("confidence", "tokens", "in correct responses", title=f"{title}: confidence when unmasked")
     for number, (right, wrong) in enumerate(
         zip(confidence.correct.tolist(), confidence.wrong.tolist(), strict=True)
     ):
