@@ -69,6 +69,11 @@ def test_the_recipes_that_are_promised() -> None:
     assert {*sdar, *quickstart, *larger, *options} <= set(list_recipes())
 
 
+def test_a_models_name_is_its_tstar() -> None:
+    for model in ("sdar-1.7b", "sdar-4b", "sdar-8b", "sdar-30b-a3b", "quickstart"):
+        assert load_config(model) == load_config(f"{model}-tstar")
+
+
 def test_the_papers_numbers() -> None:
     tstar, direct = load_config("sdar-1.7b-tstar"), load_config("sdar-1.7b-direct-b16")
     assert [stage.block_size for stage in tstar.stages] == [4, 8, 16, 32]
@@ -93,8 +98,8 @@ def test_a_recipe_extends_another(tmp_path: Path, recipe: str) -> None:
     child.write_text("extends: child.yaml\n")
     with pytest.raises(UserError, match="extends itself"):
         load_config(str(child))
-    child.write_text("extends: quickstart\n")
-    with pytest.raises(UserError, match="recipe: 'quickstart' is unknown; did you mean quickstart-"):
+    child.write_text("extends: quickstar\n")
+    with pytest.raises(UserError, match=r"recipe: 'quickstar' is unknown; did you mean quickstart-\S+\?$"):
         load_config(str(child))
 
 
@@ -205,18 +210,37 @@ def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
         ("zzz=3", "zzz: there is no such setting; use one of checkpoints, curriculum, data"),
         (
             "rollout.num_samples=three",
-            "rollout.num_samples: 'three' cannot be used; should be a valid integer",
+            "rollout.num_samples: 'three' cannot be used; use a whole number",
         ),
         ("rollout.num_samples=0", "rollout.num_samples: 0 is too small; use 1 or more"),
+        ("rollout.num_samples=2.5", "rollout.num_samples: 2.5 cannot be used; use a whole number"),
+        ("rollout.num_samples=true", "rollout.num_samples: true cannot be used; use a whole number"),
+        (
+            "rollout.num_samples=1000000000000",
+            "rollout.num_samples: 1000000000000 for each of 128 problems are",
+        ),
+        ("rollout..num_samples=3", "rollout..num_samples=3: is no override"),
+        ("rollout.temperature=.inf", "rollout.temperature: inf cannot be used; use a finite number"),
+        (
+            "trainer.objective.kl_beta=.nan",
+            "trainer.objective.kl_beta: nan cannot be used; use a finite number",
+        ),
+        ("trainer.truncated_is_wrong=3", "trainer.truncated_is_wrong: 3 cannot be used; use true or false"),
         ("rollout.num_samples", "rollout.num_samples: is no override; write NAME=VALUE"),
         ("seed=[", "seed: no valid YAML"),
         ("seed.x=3", "seed: is one value and has no x; give seed=VALUE"),
         ("seed=-1", "seed: -1 is too small"),
+        ("seed=null", "seed: null cannot be used; use a whole number"),
+        ("seed=99999999999999999999", "seed: 99999999999999999999 is too large"),
+        ("seed=" + 500 * "[", "seed: is nested too deeply"),
         ("rollout=3", "rollout: 3 is no section; give its fields, like rollout.num_problems"),
         ("lora=3", "lora: 3 is no section; give its fields, or null"),
         ("precision=float16", "precision: 'float16' cannot be used; use 'float32' or 'bfloat16'"),
         ("guard.action=halt", "guard.action: 'halt' cannot be used; use 'warn', 'stop' or 'roll_back'"),
-        ("data.levels=3", "data.levels: 3 cannot be used"),
+        ("data.levels=3", "data.levels: 3 cannot be used; use a list, as [...]"),
+        ("data.levels=[3]", "data.levels.1: [3] cannot be used; the list is too short"),
+        ("data.levels=[3, 4, 5]", "data.levels: [3, 4, 5] cannot be used; the list is too long"),
+        ("model=null", "model: null cannot be used; use a path"),
         ("data.levels=[5, 3]", "data.levels: [5, 3] is empty; give the lower one first"),
         ("data.prompt=solve", "data.prompt: 'solve' is unknown"),
         ("rollout.policies=[]", "rollout.policies: none given"),
@@ -232,12 +256,20 @@ def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
         ("rollout.temperature=0", "rollout.temperature: 0.0 leaves nothing to explore"),
         ("validation.policy.kind=dynamic", "validation.policy.confidence_threshold: missing"),
         ("validation.every=0", "validation.every: 0 is too small"),
+        ("rewards.terms=[{}]", "rewards.terms.0.name: is missing; give it"),
         ("rewards.terms=[{name: maths}]", "rewards.terms.0: rewards: 'maths' is unknown"),
         ("trainer.objective.clip_eps=3", "trainer.objective.clip_eps: 3.0 is not between 0 and 1"),
+        ("trainer.accuracy_band=[0.8, 0.2]", "trainer.accuracy_band: [0.8, 0.2] is no part of [0, 1]"),
         ("trainer.value.gamma=2", "trainer.value.gamma: 2.0 cannot be used; use 0 to 1"),
         ("trainer.optimizer.lr_schedule=cosine", "trainer.optimizer.num_steps: None cannot be used"),
         ("engine.memory=2.0", "engine.memory: 2.0 cannot be used"),
         ("tracking.trackers=[mlflow]", "tracking.trackers.0: ['mlflow'] cannot be used; use 'wandb'"),
+        ("tracking.trackers=[wandb, wandb]", "tracking.trackers: wandb, wandb name one twice"),
+        ("guard.patience=0", "guard.patience: 0 is out of range; use 1 or more"),
+        (
+            "curriculum.initial_block_size=32",
+            "curriculum.target_block_size: 16 is not initial_block_size = 32 doubled; use 32",
+        ),
         ("curriculum.target_block_size=24", "curriculum.target_block_size: 24 is not initial_block_size = 4"),
         (
             "curriculum.target_block_size=512",
@@ -257,7 +289,7 @@ def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
         ("curriculum.stages.8.updates=1", "curriculum.stages.8.updates: there is no such setting"),
         (
             "curriculum={initial_block_size: 5, target_block_size: 5}",
-            "block_size: 5 is odd and has no half shift",
+            "curriculum.initial_block_size: 5 is odd and has no half shift",
         ),
         ("trainer.objective.importance_cap=2", "trainer.objective.importance_cap: it weighs by the engine's"),
         ("rollout.num_problems=1", "rollout.num_problems: 1 problem cannot be split into two halves"),
@@ -305,6 +337,8 @@ def test_overrides_of_every_kind(recipe: str) -> None:
     assert config.data.prompt == "Answer {question}"
     assert config.seed == 3
     assert load_config(recipe, ["lora.rank=4", "lora=null"]).lora is None
+    with pytest.raises(UserError, match="sharding: full cannot spread a model with LoRA"):
+        load_config(recipe, ["lora={}", "sharding=full"])
 
 
 def test_flags_become_overrides() -> None:
@@ -329,7 +363,7 @@ def test_flags_become_overrides() -> None:
     [
         ([], "recipe: none is given"),
         (["seed=3"], "seed=3: no recipe comes before it"),
-        (["quickstart"], "recipe: 'quickstart' is unknown; did you mean quickstart-"),
+        (["quickstar"], "recipe: 'quickstar' is unknown; did you mean quickstart-"),
         (["quickstart-tstar", "--resume", "x"], "quickstart-tstar: the settings of x are its own"),
         (["--resume", "nowhere"], "nowhere: is no run"),
         (["--resume", "nowhere", "--seed", "3"], "seed=3"),

@@ -129,9 +129,10 @@ def doubling(initial_block_size: int, target_block_size: int) -> tuple[int, ...]
         sizes.append(block_size)
         block_size *= 2
     if not sizes or sizes[-1] != target_block_size:
+        near = f"{sizes[-1]} or {block_size}" if sizes else str(initial_block_size)
         raise UserError(
             f"curriculum.target_block_size: {target_block_size} is not initial_block_size = "
-            f"{initial_block_size} doubled; use {sizes[-1] if sizes else initial_block_size} or {block_size}"
+            f"{initial_block_size} doubled; use {near}"
         )
     return tuple(sizes)
 

@@ -86,7 +86,8 @@ class GuardConfig:
         ):
             value = getattr(self, name)
             if value is not None and not lowest <= value <= highest:
-                raise UserError(f"{name}: {value} is out of range; use {lowest:g} to {highest:g}")
+                wanted = f"{lowest:g} to {highest:g}" if highest < math.inf else f"{lowest:g} or more"
+                raise UserError(f"{name}: {value} is out of range; use {wanted}")
 
 
 @dataclass(frozen=True)

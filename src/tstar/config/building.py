@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -42,6 +43,9 @@ def build_record(kind: type, value: Any, path: str) -> Any:
     hints = types_of(kind)
     for name in value:
         check_known(str(name), hints, path)
+    for field in fields(kind):
+        if field.name not in value and field.default is field.default_factory is MISSING:
+            raise UserError(f"{join(path, field.name)}: is missing; give it")
     given = {name: build(hints[name], inner, join(path, name)) for name, inner in value.items()}
     try:
         return kind(**given)
@@ -99,8 +103,12 @@ def _build_many(kind: Any, value: Any, path: str) -> Any:
 
 
 def _read_leaf(kind: Any, value: Any, path: str) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{path}: {_show(value)} cannot be used; use a finite number")
+    is_word = isinstance(value, bool) and bool not in (kind, *get_args(kind))
     try:
-        return _adapter(kind).validate_python(value)
+        # pydantic would take true for 1.
+        return _adapter(kind).validate_python(_show(value) if is_word else value)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         wanted = "; ".join(dict.fromkeys(_explain(each) for each in error.errors()))
@@ -118,14 +126,30 @@ def _index(error: Any) -> list[str]:
     return [str(part) for part in error["loc"] if isinstance(part, int)]
 
 
+_EXPLAINED = {
+    "none_required": "or null",
+    "bool_parsing": "use true or false",
+    "bool_type": "use true or false",
+    "int_parsing": "use a whole number",
+    "int_type": "use a whole number",
+    "int_from_float": "use a whole number",
+    "float_parsing": "use a number",
+    "float_type": "use a number",
+    "string_type": "use a text",
+    "path_type": "use a path",
+    "tuple_type": "use a list, as [...]",
+    "missing": "the list is too short",
+    "too_long": "the list is too long",
+}
+"""What pydantic finds wrong, by its kind, in our words."""
+
+
 def _explain(error: Any) -> str:
     message: str = error["msg"].removeprefix("Input ").removeprefix("Value ")
     expected = error.get("ctx", {}).get("expected")
     if error["type"] == "literal_error" and expected:
         return f"use {expected}"
-    if error["type"] == "none_required":
-        return "or null"
-    return message
+    return _EXPLAINED.get(error["type"], message)
 
 
 def _locate(message: str, kind: type, path: str) -> str:
@@ -138,5 +162,7 @@ def _locate(message: str, kind: type, path: str) -> str:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    """As YAML has it."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

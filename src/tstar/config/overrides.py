@@ -21,7 +21,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     """Put ``a.b.c=value`` into plain values, in place; the value is read as YAML."""
     name, equals, text = override.partition("=")
     name = name.strip().replace("-", "_")
-    if not equals or not name:
+    if not equals or not all(name.split(".")):
         raise UserError(f"{override}: is no override; write NAME=VALUE, like rollout.num_samples=8")
     values |= _put(RunConfig, values, name.split("."), parse_yaml(text, name), "")
 

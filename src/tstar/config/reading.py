@@ -50,11 +50,12 @@ def _find(source: str, directory: Path) -> Path:
     """The file of a shipped recipe, or a file of the user's."""
     if Path(source).suffix in (".yaml", ".yml"):
         return directory / source
-    if source in list_recipes():
-        return RECIPES / f"{source}.yaml"
+    for name in (source, f"{source}-tstar"):  # a model's name alone is its T*
+        if name in list_recipes():
+            return RECIPES / f"{name}.yaml"
     near = difflib.get_close_matches(source, list_recipes(), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(list_recipes())}"
-    raise UserError(f"recipe: {source!r} is unknown; {hint}, or give a .yaml file")
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(list_recipes())}, or a .yaml file"
+    raise UserError(f"recipe: {source!r} is unknown; {hint}")
 
 
 def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

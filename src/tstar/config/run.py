@@ -31,6 +31,9 @@ from tstar.tracking import TrackerName
 from tstar.trainer import TrainerConfig
 from tstar.unmask import UnmaskPolicy
 
+MOST_RESPONSES = 1_000_000
+"""Of one update step. All of them are in memory at once."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -139,6 +142,11 @@ class RolloutConfig:
                 f"temperature: {self.temperature} leaves nothing to explore; use a positive number"
             )
         check_policies(self.policies)
+        if self.num_problems * self.num_samples > MOST_RESPONSES:
+            raise UserError(
+                f"num_samples: {self.num_samples} for each of {self.num_problems} problems are more than an "
+                f"update can hold; use {MOST_RESPONSES:,} responses in all, or fewer"
+            )
 
 
 @dataclass(frozen=True)
@@ -213,6 +221,10 @@ class TrackingConfig:
     project: str = "tstar"
     """The dashboard's project; the run is named after its directory."""
 
+    def __post_init__(self) -> None:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise UserError(f"trackers: {', '.join(self.trackers)} name one twice; name each once")
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -245,6 +257,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "seed")
+        _at_most(self, 2**63 - 1, "seed")
+        if self.sharding == "full" and self.lora is not None:
+            raise UserError("sharding: full cannot spread a model with LoRA; use none, adapters are small")
 
     # -- what follows from it ------------------------------------------------------------------
 
@@ -327,7 +342,8 @@ class RunConfig:
                 plateau=choose("plateau", curriculum.plateau),
             )
         except UserError as error:
-            raise UserError(f"curriculum.stages.{block_size}.{error}") from error
+            # The first stage's: all others are even, and have their updates.
+            raise UserError(f"curriculum.initial_{error}") from error
 
     def _check_trainer(self, stages: tuple[Stage, ...]) -> None:
         if self.trainer.objective.importance_cap is not None and (

@@ -57,6 +57,8 @@ def parse_yaml(text: str, place: str) -> Any:
         line = f" line {mark.line + 1}:" if mark is not None and "\n" in text else ""
         problem = getattr(error, "problem", None) or "not valid YAML"
         raise UserError(f"{place}:{line} no valid YAML ({problem}); correct it") from error
+    except RecursionError as error:
+        raise UserError(f"{place}: is nested too deeply; correct it") from error
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
 
