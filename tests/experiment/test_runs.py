@@ -65,6 +65,7 @@ def test_the_events_of_a_run(whole: Path) -> None:
     ]
     train = read_events(whole, "train")[0]
     assert train["num_rollouts"] == 8  # half of 4 problems, 4 responses each
+    assert train["num_failed_rewards"] == 0
     for name in (
         "reward_mean",
         "tokens_per_forward",

@@ -48,6 +48,8 @@ class Group:
     rollouts: tuple[Rollout, ...]
     terms: Mapping[str, tuple[float, ...]]
     """Each reward of the weighted sum, of each response."""
+    failures: tuple[Mapping[str, str], ...]
+    """Of each response, the rewards whose call was killed, died or raised, and why; they count 0."""
 
 
 def key(*parts: object) -> int:
@@ -97,6 +99,9 @@ class Asking:
         """Score what the requests came to."""
         asked = [each.problem for each in drawn for _ in range(self.num_samples)]
         scores = scorer.score(asked, [to_response(self.tokenizer, t) for t in trajectories])
+        failures: list[dict[str, str]] = [{} for _ in asked]
+        for failed in scores.failures:
+            failures[failed.index][failed.reward] = failed.cause
         groups = []
         for number, each in enumerate(drawn):
             own = range(number * self.num_samples, (number + 1) * self.num_samples)
@@ -105,21 +110,22 @@ class Asking:
                 for i in own
             )
             terms = {name: tuple(float(values[i]) for i in own) for name, values in scores.terms.items()}
-            groups.append(Group(each, rollouts, terms))
+            groups.append(Group(each, rollouts, terms, tuple(failures[i] for i in own)))
         return tuple(groups)
 
 
 # -- numbers -----------------------------------------------------------------------------------
 
 
-def describe(groups: Sequence[Group]) -> dict[str, float]:
+def describe(groups: Sequence[Group]) -> dict[str, object]:
     """What the responses were like, for the metrics."""
     trajectories = [rollout.trajectory for group in groups for rollout in group.rollouts]
     lengths = [t.stop_length for t in trajectories]
-    found = {
+    found: dict[str, object] = {
         "tokens_per_forward": sum(lengths) / sum(t.forwards.denoise for t in trajectories),
         "local_strict": float(np.mean([local_strict(t.unmask_step[: t.stop_length]) for t in trajectories])),
         "response_length": float(np.mean(lengths)),
+        "num_failed_rewards": sum(len(failed) for group in groups for failed in group.failures),
     }
     if len(groups[0].terms) > 1:
         for name in groups[0].terms:
@@ -164,6 +170,7 @@ def _lines(group: Group) -> Iterator[str]:
             "reward": rollout.reward,
             "place": group.drawn.place,
             "terms": {name: values[number] for name, values in group.terms.items()},
+            "failures": group.failures[number],
         }
         response = DecodedResponse(rollout.trajectory, group.drawn.problem.id, rollout.is_correct)
         yield f"{response.to_json()[:-1]},{json.dumps(extra)[1:]}"
@@ -172,4 +179,4 @@ def _lines(group: Group) -> Iterator[str]:
 def _group(drawn: Drawn, records: Sequence[Mapping[str, Any]]) -> Group:
     rollouts = tuple(Rollout(r["trajectory"], r["reward"], drawn.place, r["correct"]) for r in records)
     terms = {name: tuple(r["terms"][name] for r in records) for name in records[0]["terms"]}
-    return Group(drawn, rollouts, terms)
+    return Group(drawn, rollouts, terms, tuple(r["failures"] for r in records))
