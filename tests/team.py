@@ -3,8 +3,9 @@
     python team.py WORLD_SIZE OUT JOB... [-- ARGUMENTS...]
 
 A JOB is a function below, whose result rank 0 writes to OUT/JOB, or `run`, which is `tstar ARGUMENTS`, or
-`die`, which is the same, but rank 1 is killed in its second optimizer step. Processes are forked from one,
-so that torch is imported once; they do one job after the other. Exit codes go to stdout, by rank.
+`die`, which is the same, but rank 1 is killed in its second optimizer step. `JOB:2` plays nodes of two
+processes; otherwise all are on one. Processes are forked from one, so that torch is imported once; they do
+one job after the other. Exit codes go to stdout, by rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from safetensors.torch import save_file  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 from tiny_models import make_model  # noqa: E402
 from trajectories import MASK, random_trajectory  # noqa: E402
@@ -33,6 +36,8 @@ from tstar.cli import main as tstar  # noqa: E402
 from tstar.loss import TraceLossConfig  # noqa: E402
 from tstar.optimizer import Optimizer, OptimizerConfig  # noqa: E402
 from tstar.parallel import ALONE, Parallel, WorkQueue, joined  # noqa: E402
+from tstar.parallel.checkpoint import load_sharded, save_sharded  # noqa: E402
+from tstar.parallel.sharding import copy_into, shard, whole  # noqa: E402
 from tstar.partition import PartitionRule  # noqa: E402
 from tstar.trainer import NonFiniteLossError, Rollout, Trainer, TrainerConfig, ValueConfig  # noqa: E402
 
@@ -50,6 +55,10 @@ def rollouts(seed: int = 0) -> list[Rollout]:
             response = random_trajectory(rng, partition, int(length), prompt_ids=prompt)
             out.append(Rollout(response, float(rng.random()), group, is_correct=False))
     return out
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
 
 
 def train(parallel: Parallel, **changes: object) -> dict[str, torch.Tensor]:
@@ -74,6 +83,49 @@ def with_value(parallel: Parallel) -> dict[str, torch.Tensor]:
 
 def summed(parallel: Parallel) -> dict[str, torch.Tensor]:
     return train(parallel)
+
+
+def sharded(parallel: Parallel) -> dict[str, torch.Tensor]:
+    """The updates of `train`, and one that is refused between them; as shards where there are several."""
+    model, base = make_model("sdar"), make_model("sdar")
+    if not parallel.is_alone:
+        parallel = replace(parallel, is_sharded=True)
+        for each in (model, base):
+            shard(each, parallel, "cpu", torch.float32)
+    config = TrainerConfig(
+        optimizer=OptimizerConfig(1e-3), objective=TraceLossConfig(importance_cap=np.inf), token_budget=160
+    )
+    trainer = Trainer(model, config, base=base.requires_grad_(False), parallel=parallel)
+    found = [trainer.update(rollouts(), RULE).summary()]
+    broken = rollouts()
+    broken[7].trajectory.log_probs[:] = -np.inf
+    with pytest.raises(NonFiniteLossError, match=r"rollouts\[7\]"):
+        trainer.update(broken, RULE)
+    assert all(is_spread(p) != parallel.is_alone for p in model.parameters())
+    found.append(trainer.update(rollouts(1), RULE).summary())
+    numbers = [each[name] for each in found for name in ("loss", "grad_norm", "kl_base", "ratio_max")]
+    weights = {f"weights.{name}": p.detach() for name, p in model.named_parameters()}
+    if not parallel.is_alone:
+        copy = make_model("sdar")
+        copy_into(copy, model)
+        for name, parameter in copy.named_parameters():
+            assert torch.equal(parameter.detach(), whole(weights[f"weights.{name}"]))
+        OUT[0].joinpath(f"shards-{parallel.world_size}").mkdir() if parallel.is_main else None
+        parallel.wait()
+        save_sharded({**weights, **trainer.state_dict()}, OUT[0] / f"shards-{parallel.world_size}", parallel)
+    state = {name: whole(value) for name, value in {**weights, **trainer.state_dict()}.items()}
+    return {**state, "numbers": torch.tensor(numbers, dtype=torch.float64)}
+
+
+def read_shards(parallel: Parallel) -> dict[str, torch.Tensor]:
+    """What two processes wrote in `sharded`, as this many read it: each its part, or one all of it."""
+    model = make_model("sdar")
+    if not parallel.is_alone:
+        parallel = replace(parallel, is_sharded=True)
+        shard(model, parallel, "cpu", torch.float32)
+    targets = {f"weights.{n}": torch.zeros_like(p.detach()) for n, p in model.named_parameters()}
+    load_sharded(targets, OUT[0] / "shards-2", parallel)
+    return {name: whole(value) for name, value in targets.items()}
 
 
 def few(parallel: Parallel) -> dict[str, torch.Tensor]:
@@ -117,12 +169,16 @@ def queue(parallel: Parallel) -> dict[str, torch.Tensor]:
     return {"counts": torch.tensor([len(each) for each in everyone])}
 
 
+OUT: list[Path] = []
+"""Where jobs write what is not their result."""
+
 JOBS: Mapping[str, Callable[[Parallel], dict[str, torch.Tensor]]] = {
-    job.__name__: job for job in (ordered, with_value, summed, few, failing, queue)
+    job.__name__: job for job in (ordered, with_value, summed, sharded, read_shards, few, failing, queue)
 }
 
 
 def work(rank: int, out: Path, job: str, arguments: list[str]) -> int:
+    OUT[:] = [out]
     if job == "die" and rank == 1:
         _die_in_step(2)
     if job in ("run", "die"):
@@ -154,10 +210,12 @@ def _die_in_step(number: int) -> None:
 
 def live(rank: int, world_size: int, ports: list[int], out: Path, jobs: list[str], rest: list[str]) -> int:
     """The life of one process."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    for job, port in zip(jobs, ports, strict=True):
-        where = {"MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-        os.environ |= {key: str(value) for key, value in {**places, **where}.items()}
+    for each, port in zip(jobs, ports, strict=True):
+        job, _, size = each.partition(":")
+        on_node = int(size or world_size)
+        where = {"RANK": rank, "LOCAL_RANK": rank % on_node, "WORLD_SIZE": world_size}
+        where |= {"LOCAL_WORLD_SIZE": on_node, "MASTER_PORT": port}
+        os.environ |= {key: str(value) for key, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"}
         code = work(rank, out, job, rest)
         if code:
             return code

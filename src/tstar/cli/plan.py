@@ -12,7 +12,7 @@ import tyro
 from tstar.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from tstar.config import RunConfig
     from tstar.model.config import ModelConfig
@@ -26,6 +26,8 @@ class Plan:
         tstar plan sdar-1.7b-tstar --gpus 8 --device h200
 
         tstar plan sdar-4b-tstar rollout.max_tokens=4096 --gpus 16 --device h100
+
+        tstar plan sdar-8b-tstar --scale 8 64 512 4096
 
     A roofline (docs/scaling.md): what is multiplied and what is read, over what the device can do, plus
     launches. Response lengths and tokens per forward decide most of it and are assumed: give your own.
@@ -50,6 +52,11 @@ class Plan:
     """Mean of all stages. Default: what the policies give, 2 where they follow the model."""
     max_requests: int | None = None
     """Requests decoded at once on one device. Default: the recipe's."""
+    scale: tuple[int, ...] = ()
+    """Numbers of devices, like 8 64 512 4096: play an update on each, with stragglers, failures and all that
+    must travel (docs/scaling.md), in place of --gpus."""
+    groups_per_device: int = 2
+    """With --scale: the batch grows with the devices to at least so many problems for each; 0: it stays."""
     json: bool = False
     """One JSON object for each stage, a line each."""
 
@@ -65,6 +72,9 @@ class Plan:
         config = load_config(self.recipe, self.overrides)
         model, cluster = self._model(config), self._cluster(config)
         console = Console(highlight=False)
+        if self.scale:
+            self._play(console, cluster, list(self._workloads(config, model)))
+            return
         hours = 0.0
         for workload in self._workloads(config, model):
             memory, timing = plan_memory(workload, cluster), plan_time(workload, cluster)
@@ -76,6 +86,28 @@ class Plan:
                 console.print(to_table(workload, cluster, memory, timing, advice))
         if not self.json:
             console.print(*self._closing(cluster, hours), sep="\n")
+
+    def _play(self, console: Console, cluster: Cluster, workloads: list[Workload]) -> None:
+        """Each stage on each number of devices."""
+        import json
+
+        from tstar.plan import scale, with_work_for
+        from tstar.plan.table import to_scale_record, to_scale_table
+
+        name = cluster.device.name
+        for workload in workloads:
+            updates = [
+                scale(
+                    with_work_for(workload, number, self.groups_per_device),
+                    replace(cluster, num_devices=number),
+                )
+                for number in self.scale
+            ]
+            if self.json:
+                for each in updates:
+                    print(json.dumps(to_scale_record(workload, name, each)))
+            else:
+                console.print(to_scale_table(workload, name, updates))
 
     def _workloads(self, config: RunConfig, model: ModelConfig) -> Iterator[Workload]:
         from tstar.experiment.outlook import workload_of
@@ -114,12 +146,13 @@ class Plan:
         from tstar.model.checkpoint import DTYPES
         from tstar.plan import DEVICES, Cluster, measure
 
+        is_sharded = config.sharding == "full"
         if self.device in DEVICES:
-            return Cluster(DEVICES[self.device], self.gpus, self.gpus_per_node)
+            return Cluster(DEVICES[self.device], self.gpus, self.gpus_per_node, is_sharded)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("device: this machine has no CUDA device; name one, like h200")
         measured = measure(torch.device(self.device), DTYPES[config.precision or "float32"])
-        return Cluster(measured, self.gpus, self.gpus_per_node)
+        return Cluster(measured, self.gpus, self.gpus_per_node, is_sharded)
 
     def _closing(self, cluster: Cluster, hours: float) -> Iterator[RenderableType]:
         from rich.text import Text

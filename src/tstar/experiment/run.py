@@ -135,7 +135,7 @@ def resolved(config: RunConfig, processes_per_machine: int = 1) -> RunConfig:
 
 def _train(run: RunDir, config: RunConfig, parts: Parts, watch: Watch, parallel: Parallel) -> Progress:
     """Go on from the latest checkpoint. Raises InterruptedRunError when what was done is saved."""
-    with ExitStack() as opened:
+    with parallel.naming_the_lost(), ExitStack() as opened:
         latest = run.latest_checkpoint
         offset, begin = 0, Progress()
         if latest is not None:

@@ -7,8 +7,9 @@ dtype, filled from the shards when an engine is made, and gone with it. The mast
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from tstar.config import RunConfig
 from tstar.errors import UserError
 from tstar.experiment.policy import MODEL, SHARDS, TRAINER, Policy
-from tstar.model.checkpoint import DTYPES, load_model, save_model
+from tstar.model.checkpoint import DTYPES, load_config, load_model, read_parameters, save_model
 from tstar.model.transformer import LanguageModel
 from tstar.parallel import Parallel
 from tstar.parallel.checkpoint import save_sharded
@@ -50,12 +51,14 @@ class ShardedPolicy(Policy):
         self._write(self._parallel.on_main(lambda: directory))
 
     def help_save(self) -> None:
-        self._write(self._parallel.on_main(Path))
+        """What goes wrong here the main process says, when it has left the directory as it was."""
+        directory = self._parallel.on_main(Path)
+        with suppress(UserError):
+            self._write(directory)
 
     def _write(self, directory: Path) -> None:
         model = self._plain_model()
-        if self._parallel.is_main:
-            save_model(model, directory / MODEL, carry_from=self._config.model)
+        self._parallel.on_main(lambda: save_model(model, directory / MODEL, carry_from=self._config.model))
         del model
         weights = {f"weights.{name}": p.detach() for name, p in self.model.named_parameters()}
         save_sharded({**weights, **self.trainer.state_dict()}, directory / SHARDS, self._parallel)
@@ -77,11 +80,19 @@ class ShardedPolicy(Policy):
     # -- weights -------------------------------------------------------------------------------
 
     def _load(self, directory: Path) -> LanguageModel:
+        """Nobody holds it whole: each parameter is read, cut, and let go of."""
+        with torch.device("meta"):
+            model = LanguageModel(load_config(directory))
+        parameters = read_parameters(directory, model)
+        first = next(parameters)
         precision = self._config.precision
-        model = load_model(directory, None if precision is None else DTYPES[precision])
-        self._compute_dtype = model.dtype
-        model = load_model(directory, torch.float32)
+        self._compute_dtype = first[1].dtype if precision is None else DTYPES[precision]
         shard(model, self._parallel, self._device, self._compute_dtype)
+        model.to_empty(device=self._device)
+        own = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in chain([first], parameters):
+                own[name].copy_(like(tensor.to(torch.float32), own[name]))
         return model
 
     def _plain_model(self) -> LanguageModel:

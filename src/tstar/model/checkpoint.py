@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,36 @@ def load_model(
                     unexpected.append(name)
     _refuse_leftovers(directory, list(missing), unexpected)
     return model
+
+
+def read_parameters(directory: Path, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """A directory's weights for this model (which may be on meta), one whole parameter at a time, on the host
+    and as stored: for those who keep a part of each and have no room for all of them."""
+    slots: dict[str, list[tuple[str, WeightSlot]]] = {}
+    for hub_name, slot in weight_slots(model):
+        slots.setdefault(slot.parameter, []).append((hub_name, slot))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with ExitStack() as opened:
+        home: dict[str, tuple[Any, Path]] = {}
+        for path, names in _find_shards(directory).items():
+            shard = opened.enter_context(_open_shard(path))
+            home |= dict.fromkeys(shard.keys() if names is None else names, (shard, path))
+        missing = [name for parts in slots.values() for name, _ in parts if name not in home]
+        _refuse_leftovers(directory, missing, [])
+        for parameter, parts in slots.items():
+            first = _read_tensor(*home[parts[0][0]], parts[0][0])
+            if len(parts) == 1:
+                whole = first
+            else:
+                whole = torch.empty(shapes[parameter], dtype=first.dtype)
+                for name, slot in parts:
+                    whole[slot.index] = _read_tensor(*home[name], name)
+            if whole.shape != shapes[parameter]:
+                raise UserError(
+                    f"{parameter}: the checkpoint has shape {list(whole.shape)}, config.json asks for "
+                    f"{list(shapes[parameter])}; the two do not belong together"
+                )
+            yield parameter, whole
 
 
 @dataclass(frozen=True)

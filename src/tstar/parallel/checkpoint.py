@@ -7,22 +7,30 @@ directory as the Hub has it is made of one by filling a whole model from it, in 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from tstar.errors import UserError
 from tstar.parallel.processes import Parallel
 
 
 def save_sharded(state: Mapping[str, Tensor], directory: Path, parallel: Parallel) -> None:
-    """Write named tensors, sharded or whole; every process calls it with its part."""
+    """Write named tensors, sharded or whole; every process calls it with its part. What one of them cannot
+    write is a UserError of all."""
     with parallel.naming_the_lost():
         writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-        save(dict(state), storage_writer=writer, no_dist=parallel.is_alone)
+        try:
+            save(dict(state), storage_writer=writer, no_dist=parallel.is_alone)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise UserError(f"{directory}: could not be written ({cause})") from cause
 
 
 def names_in(directory: Path) -> set[str]:
@@ -34,4 +42,7 @@ def load_sharded(state: Mapping[str, Tensor], directory: Path, parallel: Paralle
     """Fill these tensors in place from a checkpoint that any number of processes wrote."""
     with parallel.naming_the_lost():
         reader = HuggingFaceStorageReader(str(directory))
-        load(dict(state), storage_reader=reader, no_dist=parallel.is_alone)
+        with warnings.catch_warnings():
+            # That one process alone is meant is said by no_dist; DCP warns all the same.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load(dict(state), storage_reader=reader, no_dist=parallel.is_alone)

@@ -184,11 +184,12 @@ class Parallel:
 
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:
-        """A collective that fails because somebody is gone, in one line."""
+        """A collective that fails because somebody is gone, in one line; every other error as it is."""
         try:
             yield
-        except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
-            if isinstance(error, torch.cuda.OutOfMemoryError):
+        except RuntimeError as error:
+            # gloo's are plain RuntimeErrors that name its source file.
+            if self.is_alone or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise LostProcessError(

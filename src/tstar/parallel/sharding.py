@@ -30,10 +30,11 @@ def make_mesh(parallel: Parallel, device: str) -> DeviceMesh:
 
 
 def shard(model: LanguageModel, parallel: Parallel, device: str, compute_dtype: torch.dtype) -> None:
-    """Spread a model's fp32 weights over the processes, in place; all of them have the same weights before.
+    """Spread a model over the processes, in place; one on meta is filled afterwards.
 
     Gradients of all processes are added, not averaged: packs carry their share of the loss.
     """
+    model.to(torch.float32)
     mesh = make_mesh(parallel, device)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -87,7 +88,14 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
     local = tensor.to(parameter.device)
-    return distribute_tensor(local, parameter.device_mesh, parameter.placements)
+    # Everyone has it: each takes its own part, and nothing travels.
+    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of weights that a forward has gathered and no backward pass let go of."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 @torch.no_grad()

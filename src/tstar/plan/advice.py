@@ -49,11 +49,21 @@ def _changes(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, Worklo
     if not workload.is_lora and not workload.has_value:
         adapters = replace(recomputing, is_lora=True, has_base=False)
         yield "lora: {rank: 32, alpha: 64} with recompute_activations: true", adapters, cluster
+    if not workload.has_value and not workload.is_lora:  # neither can be sharded
+        yield from _shardings(workload, recomputing, cluster)
+
+
+def _shardings(
+    workload: Workload, recomputing: Workload, cluster: Cluster
+) -> Iterator[tuple[str, Workload, Cluster]]:
     devices = cluster.num_devices
+    if devices > 1 and not cluster.is_sharded:
+        yield "sharding: full", workload, replace(cluster, is_sharded=True)
+        yield "sharding: full, recompute_activations: true", recomputing, replace(cluster, is_sharded=True)
     while devices < cluster.devices_per_node:
         devices = min(2 * devices, cluster.devices_per_node)
-        more = replace(cluster, num_devices=devices)
+        more = replace(cluster, num_devices=devices, is_sharded=True)
         memory = plan_memory(recomputing, more)
         if memory.fits or devices == cluster.devices_per_node:
-            yield f"--gpus {devices} with recompute_activations: true", recomputing, more
+            yield f"--gpus {devices} with sharding: full, recompute_activations: true", recomputing, more
             break

@@ -136,6 +136,11 @@ class Cluster:
         for name in ("num_devices", "devices_per_node"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: {getattr(self, name)} is too few; use 1 or more")
+        if self.num_devices > 1 and not self.device.link:
+            raise UserError(
+                f"num_devices: {self.num_devices}, but how fast two of this machine's devices "
+                f"({self.device.name}) exchange is not known; use 1, or name a device like h200"
+            )
 
     @property
     def num_nodes(self) -> int:

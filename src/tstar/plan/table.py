@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,6 +13,7 @@ from rich.text import Text
 from tstar.plan.advice import Advice
 from tstar.plan.device import Cluster
 from tstar.plan.memory import Memory
+from tstar.plan.scale import ScaledUpdate
 from tstar.plan.timing import Timing
 from tstar.plan.workload import Workload
 
@@ -74,6 +76,44 @@ def _verdict(workload: Workload, memory: Memory, advice: Sequence[Advice]) -> li
         verdict = f"leaves {left:.1f} GiB" if left >= 0 else f"still {-left:.1f} GiB too much"
         lines.append(Text(f"  {each.change}: {verdict}"))
     return [*lines, Text("")]
+
+
+def to_scale_table(workload: Workload, device: str, updates: Sequence[ScaledUpdate]) -> RenderableType:
+    """One stage on more and more devices, a column each; seconds of an update unless a row says otherwise."""
+    title = f"B = {workload.block_size} at TPF {workload.tokens_per_forward:g}: seconds of an update"
+    table = Table(device, title=title, title_justify="left")
+    for each in updates:
+        table.add_column(f"{each.num_devices:,}", justify="right")
+    rows: list[tuple[str, Callable[[ScaledUpdate], str]]] = [
+        ("problems", lambda u: f"{u.num_problems:,}"),
+        ("decoding", lambda u: f"{u.rollouts.seconds:.1f}"),
+        ("  of it waiting for the last rank", lambda u: f"{u.rollouts.idle:.0%}"),
+        ("  (with even shares in place of a queue)", lambda u: f"{u.even_rollouts.seconds:.1f}"),
+        ("training", lambda u: f"{u.compute:.1f}"),
+        ("rollouts to all, replay planned by all", lambda u: f"{u.exchange:.2f}"),
+        ("gradients between nodes", lambda u: f"{u.gradients:.2f}"),
+        ("weights to engines", lambda u: f"{u.weights:.2f}"),
+        ("lost to checkpoints and failures", lambda u: f"{u.lost:.2f}"),
+        ("  a checkpoint", lambda u: f"{u.checkpoint:.1f}"),
+        ("  best: one in so many updates", lambda u: f"{u.save_every}"),
+        ("update", lambda u: f"{u.seconds:.1f}"),
+        ("response tokens/s", lambda u: f"{u.tokens_per_second:,.0f}"),
+        ("  of each device", lambda u: f"{u.tokens_per_second / u.num_devices:,.0f}"),
+        ("weights to decoding devices: one by one", lambda u: f"{u.separate.one_by_one:.2f}"),
+        ("  in a chain", lambda u: f"{u.separate.chain:.2f}"),
+        ("  through storage", lambda u: f"{u.separate.storage:.2f}"),
+    ]
+    for name, show in rows:
+        if name == "weights to decoding devices: one by one":
+            table.add_section()  # not a mode of tstar: what another design would pay
+        table.add_row(name, *map(show, updates))
+    return Group(table, Text(""))
+
+
+def to_scale_record(workload: Workload, device: str, update: ScaledUpdate) -> dict[str, Any]:
+    """One stage on so many devices."""
+    sums = {"seconds": update.seconds, "tokens_per_second": update.tokens_per_second}
+    return {"block_size": workload.block_size, "device": device, **asdict(update), **sums}
 
 
 def to_record(

@@ -37,6 +37,7 @@ from tstar.loss_metrics import TraceLossMetrics, ValueLossMetrics
 from tstar.model.transformer import LanguageModel
 from tstar.optimizer import NonFiniteGradientError, Optimizer, OptimizerConfig
 from tstar.parallel import ALONE, GradientSum, Parallel
+from tstar.parallel.sharding import reshard
 from tstar.partition import PartitionRule
 from tstar.replay import ReplayPack, replay, score
 from tstar.trainer.batch import Batch, FixedPack, Minibatch, Rollout, loss_actions, select, step_table
@@ -85,12 +86,18 @@ class TrainerConfig:
     accuracy_band: tuple[float, float] | None = None
     """Train on groups whose accuracy lies in it, bounds included (None: on all)."""
     recompute_activations: bool = False
-    """Keep only each layer's input for the backward pass: less memory, a third more work."""
+    """Keep two tensors of each layer for the backward pass, compute the rest again: a quarter more time."""
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "num_minibatches", "num_passes", "merge_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: {getattr(self, name)} cannot be used; use 1 or more")
+        if self.accuracy_band is not None:
+            lowest, highest = self.accuracy_band
+            if not 0 <= lowest <= highest <= 1:
+                raise UserError(
+                    f"accuracy_band: {[lowest, highest]} is no part of [0, 1]; give the lower bound first"
+                )
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -356,6 +363,7 @@ class Trainer:
             for optimizer in (self.optimizer, self.value_optimizer):
                 if optimizer is not None:
                     optimizer.zero_grad()
+            reshard(self.model)
             if not isinstance(error, NonFiniteGradientError):
                 raise
             raise NonFiniteGradientError(f"{self._find_culprit(minibatch)}: {error}") from error
