@@ -21,12 +21,13 @@ rounds in which peak, tstar and the rows take turns. On a machine that others us
 counts this process's own CPU seconds, and takes the mean of the matmuls that run between the pieces of
 work in place of the fastest: what the machine gave in those minutes. Memory is the highest resident size
 of a process of its own during one update, above weights, optimizer state and what a first small update
-left behind.
+left behind; malloc returns what is freed at once there, so that it is what tensors take and no more.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import multiprocessing
 import time
@@ -282,6 +283,7 @@ def peak_bytes(name: str, options: argparse.Namespace, dtype: torch.dtype, workl
     """Of one update in this process, above what it holds before. Every row of the rows is as long as any
     other: a few show the peak."""
     torch.set_num_threads(options.threads)
+    return_freed_memory()
     vocab_size = shape_of(options.shape)["vocab_size"]
     method, rollouts = build(name, options, dtype), workload.rollouts(vocab_size)
     method.update(Workload(workload.block_size, (8, 8, 8, 8)).rollouts(vocab_size), workload.rule)
@@ -302,6 +304,11 @@ def peak_bytes(name: str, options: argparse.Namespace, dtype: torch.dtype, workl
     before = resident_bytes("VmRSS")
     run()
     return resident_bytes("VmHWM") - before
+
+
+def return_freed_memory() -> None:
+    """Every block of 256 KiB or more by mmap, and given back when it is freed (glibc's M_MMAP_THRESHOLD)."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 18)
 
 
 def resident_bytes(field: str) -> int:

@@ -96,6 +96,19 @@ def test_bf16_gradients_add_up_in_fp32() -> None:
     assert optimizer.step().grad_norm == pytest.approx(2 * 1024)
 
 
+@pytest.mark.parametrize("order", [(0, 0, 1), (1, 0, 1)])
+def test_a_large_bf16_gradient_adds_up_everywhere(order: tuple[int, ...]) -> None:
+    """Larger than a portion, no multiple of one, laid out by rows or by columns."""
+    weight = nn.Parameter(torch.zeros(600, 701, dtype=torch.bfloat16))
+    optimizer = Optimizer([("weight", weight)], OptimizerConfig(max_grad_norm=None))
+    upstream = torch.randn(600, 701, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for number in order:
+        (weight * (upstream, upstream.T.contiguous().T)[number]).sum().backward()
+    (trained,) = optimizer.trained
+    assert trained.grad is not None
+    torch.testing.assert_close(trained.grad, 3 * upstream.float(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resume_is_exact(dtype: torch.dtype) -> None:
     config = OptimizerConfig(1e-2, "linear", 2, 20, weight_decay=0.1)

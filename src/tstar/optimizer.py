@@ -21,6 +21,8 @@ from tstar.parallel.sharding import whole
 LrSchedule = Literal["constant", "linear", "cosine"]
 
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+_PORTION = 1 << 18
+"""Numbers of a gradient that are widened at once."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -219,7 +221,10 @@ class Optimizer:
         def collect(low: Tensor) -> None:
             assert low.grad is not None
             gradient, low.grad = low.grad, None
-            master.grad = gradient.to(torch.float32) if master.grad is None else master.grad.add_(gradient)
+            if master.grad is None:
+                master.grad = gradient.to(torch.float32)
+            else:
+                _add(master.grad, gradient)
 
         hook = parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         self._hooks.append(hook)
@@ -230,6 +235,17 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             if self._trained[name] is not parameter:
                 parameter.copy_(self._trained[name])
+
+
+def _add(total: Tensor, gradient: Tensor) -> None:
+    """In place. On a CPU torch widens all of a lower operand first; in portions it stays in the cache."""
+    is_plain = type(gradient) is Tensor and gradient.device.type == "cpu"
+    if not (is_plain and gradient.is_contiguous() and total.is_contiguous()):
+        total.add_(gradient)
+        return
+    parts, own_parts = (torch.split(x.view(-1), _PORTION) for x in (total, gradient))
+    for part, own in zip(parts, own_parts, strict=True):
+        part.add_(own)
 
 
 def _describe_non_finite(gradients: Mapping[str, Tensor], optimizer_step: int) -> str:

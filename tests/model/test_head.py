@@ -10,13 +10,14 @@ from tstar.model.head import target_log_probs, target_scores
 
 
 @pytest.mark.parametrize(
-    ("max_logits", "max_kept"), [(10**9, 10**9), (310, 10**9), (310, 700), (310, 0), (1, 0)]
+    ("max_logits", "max_kept", "max_softmax"),
+    [(10**9, 10**9, 10**9), (310, 10**9, 100), (310, 700, 1), (310, 0, 64), (1, 0, 1)],
 )
 def test_values_and_gradients_equal_the_whole_softmax(
-    monkeypatch: pytest.MonkeyPatch, max_logits: int, max_kept: int
+    monkeypatch: pytest.MonkeyPatch, max_logits: int, max_kept: int, max_softmax: int
 ) -> None:
     """Whole, in portions, with all, some or none of the logits kept."""
-    monkeypatch.setattr(head, "CPU_LIMITS", head.LogitLimits(max_logits, max_kept))
+    monkeypatch.setattr(head, "CPU_LIMITS", head.LogitLimits(max_logits, max_kept, max_softmax))
     hidden = torch.randn(50, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(31, 6, dtype=torch.float64, requires_grad=True)
     targets, upstream = torch.randint(31, (50,)), torch.randn(50, dtype=torch.float64)
@@ -95,15 +96,18 @@ def slow_scores(
 
 @pytest.mark.parametrize("excluded", [None, 17])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, torch.linspace(0.5, 2.0, 50, dtype=torch.float64)])
-@pytest.mark.parametrize(("max_logits", "max_kept"), [(10**9, 10**9), (310, 700), (310, 0)])
+@pytest.mark.parametrize(
+    ("max_logits", "max_kept", "max_softmax"), [(10**9, 10**9, 10**9), (310, 700, 100), (310, 0, 1)]
+)
 def test_temperature_exclusion_and_entropy_equal_the_slow_distribution(
     monkeypatch: pytest.MonkeyPatch,
     excluded: int | None,
     temperature: float | torch.Tensor,
     max_logits: int,
     max_kept: int,
+    max_softmax: int,
 ) -> None:
-    monkeypatch.setattr(head, "CPU_LIMITS", head.LogitLimits(max_logits, max_kept))
+    monkeypatch.setattr(head, "CPU_LIMITS", head.LogitLimits(max_logits, max_kept, max_softmax))
     hidden = torch.randn(50, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(31, 6, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(17, (50,))

@@ -26,11 +26,13 @@ class LogitLimits(NamedTuple):
     """Of one portion: large enough for full matmul speed."""
     kept: int
     """For the backward pass: small inputs pay no second LM head."""
+    softmax: int
+    """Whose probabilities and log-probs, in fp32, stand beside them."""
 
 
-CPU_LIMITS = LogitLimits(portion=1 << 23, kept=1 << 26)
-"""A portion that stays in the last-level cache; 256 MiB in fp32."""
-GPU_LIMITS = LogitLimits(portion=1 << 27, kept=1 << 30)
+CPU_LIMITS = LogitLimits(portion=1 << 23, kept=1 << 26, softmax=1 << 20)
+"""A portion of 32 MiB in fp32, 256 MiB kept; softmaxes that stay in the last-level cache."""
+GPU_LIMITS = LogitLimits(portion=1 << 27, kept=1 << 30, softmax=1 << 27)
 """0.25 and 2 GiB in bf16. With the CPU's, SDAR-1.7B's head is 8 times slower on an H200 (docs/log.md)."""
 
 
@@ -136,12 +138,14 @@ class _TargetScores(torch.autograd.Function):
                 logits = torch.mm(hidden[rows], weight.T, out=ctx.kept[rows])
             else:
                 logits = hidden[rows] @ weight.T
-            log_probs = torch.log_softmax(distribution.scale(logits, rows, dtype), dim=-1, dtype=dtype)
-            out[rows] = log_probs.gather(1, targets[rows, None])[:, 0]
-            if wants_entropy:
-                probabilities = log_probs.exp()
-                distribution.hide_infinity(log_probs)
-                entropies[rows] = -torch.linalg.vecdot(probabilities, log_probs)
+            for part, own in _parts(rows, len(weight), hidden):
+                scaled = distribution.scale(logits[own], part, dtype)
+                log_probs = torch.log_softmax(scaled, dim=-1, dtype=dtype)
+                out[part] = log_probs.gather(1, targets[part, None])[:, 0]
+                if wants_entropy:
+                    probabilities = log_probs.exp()
+                    distribution.hide_infinity(log_probs)
+                    entropies[part] = -torch.linalg.vecdot(probabilities, log_probs)
         ctx.save_for_backward(hidden, weight, targets, entropies)
         ctx.distribution = distribution
         ctx.set_materialize_grads(False)
@@ -164,12 +168,12 @@ class _TargetScores(torch.autograd.Function):
         recomputed = torch.zeros_like(weight, dtype=grad.dtype) if is_split else None
         for rows in _portions(hidden, len(kept), len(weight)):
             is_kept = rows.stop <= len(kept)
-            grad_logits = gradient.of(kept[rows] if is_kept else hidden[rows] @ weight.T, rows)
-            grad_hidden[rows] = grad_logits @ weight
-            if is_kept and wants_weight:
-                kept[rows] = grad_logits
-            elif recomputed is not None:
-                recomputed += grad_logits.T @ hidden[rows]
+            logits = kept[rows] if is_kept else hidden[rows] @ weight.T
+            for part, own in _parts(rows, len(weight), hidden):
+                logits[own] = gradient.of(logits[own], part)
+            grad_hidden[rows] = logits @ weight
+            if recomputed is not None and not is_kept:
+                recomputed += logits.T @ hidden[rows]
         grad_weight = kept.T @ hidden[: len(kept)] if wants_weight else None
         if grad_weight is not None and recomputed is not None:
             grad_weight = (recomputed + grad_weight).to(weight.dtype)
@@ -204,6 +208,14 @@ class _LogitGradient:
 
 def _limits(hidden: Tensor) -> LogitLimits:
     return CPU_LIMITS if hidden.device.type == "cpu" else GPU_LIMITS
+
+
+def _parts(rows: slice, vocab_size: int, hidden: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The rows of a portion a softmax at a time: among all rows, and within the portion."""
+    step = max(1, _limits(hidden).softmax // vocab_size)
+    for start in range(rows.start, rows.stop, step):
+        stop = min(start + step, rows.stop)
+        yield slice(start, stop), slice(start - rows.start, stop - rows.start)
 
 
 def _portions(hidden: Tensor, num_kept: int, vocab_size: int) -> Iterator[slice]:

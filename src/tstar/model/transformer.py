@@ -7,6 +7,8 @@ Module and parameter names are the Hub's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tstar.model.attention import Attention
 from tstar.model.config import ModelConfig
+from tstar.model.elementwise import rms_norm, swiglu
 from tstar.model.moe import SparseMlp
 from tstar.model.rope import RotaryAngles, rotary_angles, rotate
 
@@ -39,8 +42,8 @@ class LanguageModel(nn.Module):
         """Last hidden states, after the final norm: those at the indices `read`, or all of them.
 
         The last layer does no work behind its attention for tokens that nobody reads.
-        recompute_activations: keep each layer's input alone, and compute the layer again in the backward
-        pass: a third more work for memory that no longer grows with what happens inside a layer."""
+        recompute_activations: keep the input of each layer's two halves alone, and compute the rest again in
+        the backward pass: a quarter more time, and memory that does not grow with a layer's insides."""
         hidden: Tensor = self.model(token_ids, attention, read, recompute_activations)
         return hidden
 
@@ -89,11 +92,8 @@ class Decoder(nn.Module):
         hidden: Tensor = self.embed_tokens(token_ids)
         angles = rotary_angles(self.config, attention.positions, hidden.dtype)
         for layer in self.layers:
-            arguments = (hidden, angles, attention, read if layer is self.layers[-1] else None)
-            if recompute_activations and torch.is_grad_enabled():
-                hidden = checkpoint(layer, *arguments, use_reentrant=False)
-            else:
-                hidden = layer(*arguments)
+            own_read = read if layer is self.layers[-1] else None
+            hidden = layer(hidden, angles, attention, own_read, recompute_activations)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -113,11 +113,28 @@ class DecoderLayer(nn.Module):
         angles: RotaryAngles,
         attention: Attention,
         read: Int64[Tensor, " chosen"] | None = None,
+        recompute_activations: bool = False,
     ) -> Float[Tensor, "chosen hidden"]:
-        mixed = self.self_attn(self.input_layernorm(hidden), angles, attention, read)
-        hidden = mixed + (hidden if read is None else hidden[read])
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        if recompute_activations and torch.is_grad_enabled():
+            # In two halves: recomputation ends before the last matmul of each, whose result nobody needs.
+            hidden = _recomputed(self._attend, hidden, angles, attention, read)
+            return _recomputed(self._transform, hidden)
+        return self._transform(self._attend(hidden, angles, attention, read))
+
+    def _attend(
+        self, hidden: Tensor, angles: RotaryAngles, attention: Attention, read: Tensor | None
+    ) -> Tensor:
+        mixed: Tensor = self.self_attn(self.input_layernorm(hidden), angles, attention, read)
+        return mixed + (hidden if read is None else hidden[read])
+
+    def _transform(self, hidden: Tensor) -> Tensor:
+        transformed: Tensor = self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + transformed
+
+
+def _recomputed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
+    out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 class SelfAttention(nn.Module):
@@ -165,7 +182,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        out: Tensor = self.down_proj(swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
         return out
 
 
@@ -178,4 +195,4 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
