@@ -98,13 +98,14 @@ class Trajectory:
         counts = np.bincount(self.unmask_step)
         if (counts == 0).any():
             raise ValueError(f"unmask_step: no token has step {_first(counts == 0)} of {len(counts)}")
-        slices = self.partition.response_slices
-        starts = [block.start for block in slices]
+        bounds = self.partition.boundaries[self.partition.num_prompt_blocks :] - len(self.prompt_ids)
+        starts = np.maximum(bounds[:-1], 0)
         latest = np.maximum.accumulate(np.maximum.reduceat(self.unmask_step, starts))[:-1]
         is_early = np.minimum.reduceat(self.unmask_step, starts)[1:] <= latest
         if is_early.any():
             number = _first(is_early)
-            index = starts[number + 1] + _first(self.unmask_step[slices[number + 1]] <= latest[number])
+            start = int(starts[number + 1])
+            index = start + _first(self.unmask_step[start:] <= latest[number])
             raise ValueError(
                 f"unmask_step[{index}]: step {self.unmask_step[index]} is not after step {latest[number]}, "
                 "the last of the block before"

@@ -154,19 +154,21 @@ def choose(
     budget = step_budget(policies, num_masked, block_step)
     if (budget >= num_masked).all():
         return is_masked.copy()
-    kind = policies.kind[:, None]
-    urgency = np.where(kind == _SEQUENTIAL, 0.0, log_confidence)
-    if (kind == _RANDOM).any():
+    kind, kinds = policies.kind[:, None], set(policies.kind.tolist())
+    urgency = log_confidence
+    if _SEQUENTIAL in kinds:
+        urgency = np.where(kind == _SEQUENTIAL, 0.0, urgency)
+    if _RANDOM in kinds:
         urgency = np.where(kind == _RANDOM, noise, urgency)
-    if (kind == _ENTROPY).any():
+    if _ENTROPY in kinds:
         urgency = np.where(kind == _ENTROPY, -entropy, urgency)
     order = np.argsort(np.where(is_masked, -urgency, np.inf), axis=1, kind="stable")  # ties: the left first
 
     count = budget
-    if (kind == _DYNAMIC).any():
+    if _DYNAMIC in kinds:
         passes = is_masked & (log_confidence >= policies.log_threshold[:, None])
         count = np.where(policies.kind == _DYNAMIC, np.maximum(passes.sum(axis=1), count), count)
-    if (kind == _ENTROPY).any():
+    if _ENTROPY in kinds:
         rising = np.take_along_axis(np.where(is_masked, entropy, np.inf), order, axis=1)
         before = np.zeros_like(rising)
         before[:, 1:] = np.cumsum(rising[:, :-1], axis=1)

@@ -183,9 +183,11 @@ class StoreAttention:
         slots = (pages[:, None] * store.num_kv_heads + heads) * store.page_size + places[:, None]
         self._slots = torch.from_numpy(slots.reshape(-1)).to(device)
         self._groups = _group_pieces(store, rows, lengths, first_tokens)
-        order = np.concatenate([group.kept_tokens for group in self._groups])
-        is_in_order = bool((order == np.arange(len(order))).all())
-        self._back = None if is_in_order else torch.from_numpy(np.argsort(order)).to(device)
+        self._back: Tensor | None = None
+        if self._groups[0].tokens is not None:
+            order = np.concatenate([group.kept_tokens for group in self._groups])
+            is_in_order = bool((order == np.arange(len(order))).all())
+            self._back = None if is_in_order else torch.from_numpy(np.argsort(order)).to(device)
 
     def attend(
         self,
@@ -266,8 +268,7 @@ def _group_pieces(
 ) -> list[_Group]:
     """Cut rows into pieces, sort these by shape, and pad neighbours to one shape where that costs less
     than another group would."""
-    longest = store.limits.scores // (store.num_heads * _round_up(rows.stops))
-    row, first, length = _cut_rows(lengths, first_tokens, longest)
+    row, first, length = _cut_rows(store, rows, lengths, first_tokens)
     context = rows.visible_stops[first + length - 1]
     padded = _round_up(context)
     if (length == length[0]).all() and (padded == padded[0]).all():
@@ -279,18 +280,23 @@ def _group_pieces(
     groups, start = [], 0
     for stop in _run_ends(store, length, padded):
         members = order[start:stop]
-        groups.append(_make_group(store, rows, row[members], first[members], length[start:stop]))
+        num_keys = int(padded[start:stop].max())
+        groups.append(_make_group(store, rows, row[members], first[members], length[start:stop], num_keys))
         start = stop
     return groups
 
 
 def _cut_rows(
+    store: KVStore,
+    rows: StoreRows,
     lengths: Int64[np.ndarray, " rows"],
     first_tokens: Int64[np.ndarray, " rows"],
-    longest: Int64[np.ndarray, " rows"],
 ) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
     """The pieces of all rows: each one's row, its first token in the forward and its length."""
     row = np.arange(len(lengths))
+    if lengths.max() <= LEAST_PIECE_LENGTH:
+        return row, first_tokens, lengths
+    longest = store.limits.scores // (store.num_heads * _round_up(rows.stops))
     longest = np.clip(longest, LEAST_PIECE_LENGTH, PIECE_LENGTH)
     if (lengths <= longest).all():
         return row, first_tokens, lengths
@@ -302,7 +308,8 @@ def _cut_rows(
 
 
 def _round_up(context: Int64[np.ndarray, " pieces"]) -> Int64[np.ndarray, " pieces"]:
-    quantum = np.maximum(CONTEXT_QUANTUM, 2 ** np.ceil(np.log2(context)).astype(np.int64) // 4)
+    power = np.left_shift(1, np.frexp(context - 1)[1])  # the next power of two
+    quantum = np.maximum(CONTEXT_QUANTUM, power // 4)
     rounded: np.ndarray = -(-context // quantum) * quantum
     return rounded
 
@@ -339,30 +346,29 @@ def _make_group(
     row: Int64[np.ndarray, " pieces"],
     first: Int64[np.ndarray, " pieces"],
     length: Int64[np.ndarray, " pieces"],
+    num_keys: int,
 ) -> _Group:
+    """lengths: rising; num_keys: at least what each of them sees."""
     device, dtype = store.keys.device, store.keys.dtype
-    steps = np.arange(length.max())
-    is_kept = steps < length[:, None]
-    tokens = first[:, None] + np.minimum(steps, length[:, None] - 1)
-    visible = rows.visible_stops[tokens]
-    num_pages = int(-(-_round_up(visible.max(axis=1)).max() // store.page_size))
+    steps, is_whole = np.arange(length[-1]), bool(length[0] == length[-1])
+    tokens = first[:, None] + (steps if is_whole else np.minimum(steps, length[:, None] - 1))
+    visible = rows.visible_stops[tokens]  # rising along a row
+    num_pages = -(-num_keys // store.page_size)
     # Past its own pages a row repeats its first one: it is masked there, and a masked NaN still spoils a
     # sum, so no row may touch another sequence's pages.
-    pages = np.repeat(rows.page_table[row, :1], num_pages, axis=1)
-    own = rows.page_table[row, :num_pages]
-    is_own = np.arange(own.shape[1]) < -(-visible.max(axis=1) // store.page_size)[:, None]
-    pages[:, : own.shape[1]] = np.where(is_own, own, pages[:, : own.shape[1]])
+    places = np.arange(num_pages)
+    places = np.where(places < -(-visible[:, -1:] // store.page_size), places, 0)
+    pages = rows.page_table[row[:, None], places]
     contexts = pages[:, None] * store.num_kv_heads + np.arange(store.num_kv_heads)[:, None]
-    if (visible == visible[:, :1]).all():
+    if (visible[:, 0] == visible[:, -1]).all():
         visible = visible[:, :1]
     hidden = torch.from_numpy(np.arange(num_pages * store.page_size) >= visible[..., None])
-    flat = tokens.reshape(-1)
-    is_whole = bool(is_kept.all())
+    flat, is_kept = tokens.reshape(-1), None if is_whole else steps < length[:, None]
     is_all = is_whole and len(flat) == len(rows.visible_stops) and bool((flat == np.arange(len(flat))).all())
     return _Group(
-        kept_tokens=tokens[is_kept],
+        kept_tokens=flat if is_kept is None else tokens[is_kept],
         tokens=None if is_all else torch.from_numpy(flat).to(device),
-        kept=None if is_whole else torch.from_numpy(np.flatnonzero(is_kept)).to(device),
+        kept=None if is_kept is None else torch.from_numpy(np.flatnonzero(is_kept)).to(device),
         contexts=torch.from_numpy(contexts.reshape(-1)).to(device),
         bias=torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device),
     )
