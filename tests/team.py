@@ -3,7 +3,7 @@
     python team.py WORLD_SIZE OUT JOB... [-- ARGUMENTS...]
 
 A JOB is a function below, whose result rank 0 writes to OUT/JOB, or `run`, which is `tstar ARGUMENTS`, or
-`die`, which is the same, but rank 1 is killed in its second optimizer step. `JOB:2` plays nodes of two
+`dieN`, which is the same, but rank 1 is killed in its Nth optimizer step. `JOB:2` plays nodes of two
 processes; otherwise all are on one. Processes are forked from one, so that torch is imported once; they do
 one job after the other. Exit codes go to stdout, by rank.
 """
@@ -179,9 +179,9 @@ JOBS: Mapping[str, Callable[[Parallel], dict[str, torch.Tensor]]] = {
 
 def work(rank: int, out: Path, job: str, arguments: list[str]) -> int:
     OUT[:] = [out]
-    if job == "die" and rank == 1:
-        _die_in_step(2)
-    if job in ("run", "die"):
+    if job.startswith("die") and rank == 1:
+        _die_in_step(int(job[3:]))
+    if job.startswith(("run", "die")):
         return tstar(arguments)
     with joined("cpu", "sum" if job == "summed" else "ordered") as parallel:
         result = JOBS[job](parallel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import team
 from tiny_runs import digests, finish, read_events, tiny_config
 from tstar.config import to_yaml
+from tstar.model.checkpoint import load_model
 from tstar.parallel import ALONE, owners_of
+from tstar.run_dir import RunDir
 
 SCRIPT = Path(team.__file__)
 
@@ -91,15 +95,18 @@ def assert_same_results(found: Path, expected: Path) -> None:
 def two(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes found: results of jobs, and a run."""
     out = tmp_path_factory.mktemp("two")
-    jobs = ("with_value", "summed", "failing", "queue", "run")
+    jobs = ("with_value", "summed", "failing", "queue", "sharded", "read_shards", "run")
     succeed(2, out, *jobs, "--", "train", str(config), "--out", str(out / "run"))
     return out
 
 
 @pytest.fixture(scope="module")
-def four(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four(config: Path, two: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("four")
-    succeed(4, out, "ordered", "few", "run", "--", "train", str(config), "--out", str(out / "run"))
+    shutil.copytree(two / "shards-2", out / "shards-2")
+    # Sharded they are two nodes of two: shards inside a node, replicas across.
+    jobs = ("ordered", "few", "read_shards", "sharded:2", "run")
+    succeed(4, out, *jobs, "--", "train", str(config), "--out", str(out / "run"))
     return out
 
 
@@ -117,6 +124,30 @@ def test_summed_gradients_are_equal_up_to_rounding(two: Path) -> None:
     found, expected = load_file(two / "summed"), team.alone("summed")
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("team_name", ["two", "four"])
+def test_sharded_updates_are_equal_up_to_rounding(team_name: str, request: pytest.FixtureRequest) -> None:
+    """FSDP2 on one node, HSDP on two: losses, gradient norms, weights, moments."""
+    found, expected = load_file(request.getfixturevalue(team_name) / "sharded"), team.alone("sharded")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("team_name", ["alone", "two", "four"])
+def test_any_number_of_processes_reads_what_two_wrote(
+    team_name: str, two: Path, request: pytest.FixtureRequest
+) -> None:
+    written = {n: v for n, v in load_file(two / "sharded").items() if n.startswith("weights.")}
+    if team_name == "alone":
+        team.OUT[:] = [two]
+        found = team.alone("read_shards")
+    else:
+        found = load_file(request.getfixturevalue(team_name) / "read_shards")
+    assert found.keys() == written.keys()
+    for name, value in written.items():
+        assert torch.equal(found[name], value), name
 
 
 def test_work_goes_to_whoever_is_free(two: Path) -> None:
@@ -137,7 +168,7 @@ def test_a_killed_process_ends_the_job_and_any_number_goes_on(
 ) -> None:
     run = tmp_path / "run"
     began = time.monotonic()
-    done = launch(2, tmp_path, "die", "--", "train", str(config), "--out", str(run))
+    done = launch(2, tmp_path, "die2", "--", "train", str(config), "--out", str(run))
     assert "exit codes [2, -9]" in done.stdout, done.stdout + done.stderr
     assert "another process of this job is gone" in done.stderr
     assert "--resume" in done.stderr
@@ -145,6 +176,30 @@ def test_a_killed_process_ends_the_job_and_any_number_goes_on(
     assert time.monotonic() - began < 120, "it ended, and did not wait for the timeout of 30 minutes"
     succeed(3, tmp_path, "run", "--", "train", "--resume", str(run))
     assert_same_results(run, one)
+
+
+def test_a_sharded_run_that_lost_a_process_goes_on_in_one(config: Path, one: Path, tmp_path: Path) -> None:
+    """Killed in its last stage, after a cold start. Sums are ordered by process, so equal up to rounding."""
+    run, settings = tmp_path / "run", tmp_path / "sharded.yaml"
+    settings.write_text(config.read_text().replace("sharding: none", "sharding: full"))
+    done = launch(2, tmp_path, "die8", "--", "train", str(settings), "--out", str(run))
+    assert "exit codes [2, -9]" in done.stdout, done.stdout + done.stderr
+    assert "another process of this job is gone" in done.stderr
+    assert "Traceback" not in done.stderr
+    saved = RunDir.open(run).latest_checkpoint
+    assert saved is not None
+    assert saved >= 2
+    assert len(list((run / "checkpoints" / f"{saved:06}" / "shards").iterdir())) == 2
+    finish(run)
+    theirs, ours = responses(run), responses(one)
+    for name in ("response_ids", "unmask_step", "reward"):
+        assert [line[name] for line in theirs] == [line[name] for line in ours]
+    model = load_model(run / "best")
+    peer = transformers.Qwen3ForCausalLM.from_pretrained(run / "best")
+    reloaded = dict(peer.named_parameters())
+    for name, parameter in load_model(one / "best").named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-5, atol=2e-6, msg=name)
+        assert torch.equal(reloaded[name], model.get_parameter(name)), name
 
 
 # -- pieces ------------------------------------------------------------------------------------
