@@ -29,7 +29,7 @@ _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,\\!|\\[, ]|~|\{,\})\d{3})+(?!\d)
 _GAP = re.compile(r"(\\(?:text\w*|mathrm|mathbf|mbox)) +(?=\{)")
 _PERCENT = re.compile(r"\s*\\?%$")
 _BASED = re.compile(r"(\w+)_(?:\{?(\d+)\}?|\{\s*\\text\s?\{\s*(\d+)\s*\}\s*\})", re.ASCII)
-_NAMED = re.compile(r"[a-zA-Z](?:_\{?\w\}?|\([a-z]\))?\s*=\s*(?=[^=]+$)")
+_NAMED = re.compile(r"^[a-zA-Z](?:_\{?\w\}?|\([a-z]\))?\s*=\s*(?=[^=]+$)")
 
 
 def math(problem: Problem, response: str) -> float:
@@ -79,9 +79,7 @@ def _alike(gold: str, answer: str) -> tuple[str, str]:
     """Both without what the other does not say: the percent sign of the gold one, a name for the answer."""
     if _PERCENT.search(gold):  # 7.2 is an answer to 7.2 %, and 0.072 is none
         gold, answer = (_PERCENT.sub("", text) for text in (gold, answer))
-    if "=" not in gold:
-        answer = _NAMED.sub("", answer, count=1) if _NAMED.match(answer) else answer
-    return gold, answer
+    return gold, answer if "=" in gold else _NAMED.sub("", answer)
 
 
 def _digits_and_base(based: re.Match[str]) -> tuple[str, int]:
