@@ -75,3 +75,15 @@ def test_little_is_kept_for_the_backward_pass() -> None:
         kept.clear()
         swiglu(x, x + 1)
         assert sum(kept) == 2 * 2 * 100 * 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_gradients_the_bits_are_the_same(dtype: torch.dtype) -> None:
+    """The engine computes without, the trainer with them."""
+    x, weight, gate = (torch.randn(*shape).to(dtype) for shape in ((7, 3, 32), (32,), (7, 3, 32)))
+    weight.requires_grad_()
+    normed, product = rms_norm(x, weight, 1e-6), swiglu(gate, x)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert torch.equal(rms_norm(x, weight, 1e-6), normed)
+            assert torch.equal(swiglu(gate, x), product)

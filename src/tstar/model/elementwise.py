@@ -21,6 +21,8 @@ def rms_norm(
     """x / sqrt(mean x² + ε), scaled; in fp32 whatever x is, rounded once at the end."""
     if x.device.type != "cpu":  # torch has a kernel for it elsewhere
         return F.rms_norm(x, weight.shape, weight, eps)
+    if not torch.is_grad_enabled():  # the same numbers, in two thirds of the time for a few tokens
+        return (x * _inverse_rms(x, eps)).mul_(weight).to(x.dtype)
     normed: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return normed
 
@@ -29,16 +31,22 @@ def swiglu(
     gate: Float[Tensor, "*batch size"], up: Float[Tensor, "*batch size"]
 ) -> Float[Tensor, "*batch size"]:
     """silu(gate) · up, of which the backward pass finds nothing but the two."""
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
     product: Tensor = _SwiGlu.apply(gate, up)  # type: ignore[no-untyped-call]
     return product
+
+
+def _inverse_rms(x: Float[Tensor, "*batch size"], eps: float) -> Float[Tensor, "*batch 1"]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = _inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight).to(x.dtype)
 
