@@ -51,8 +51,12 @@ def test_a_shipped_recipe_resolves_and_dry_runs(name: str, capsys: pytest.Captur
     settings, _, outlook = shown.partition("\n\n")
     assert read_config(parse_yaml(settings, name)) == config
     for stage in config.stages:
-        assert re.search(rf"│\s+{stage.block_size} │\s+{stage.num_updates}", outlook), outlook
+        assert re.search(rf"\n\s*{stage.block_size}\s+{stage.num_updates}\s", outlook), outlook
     assert f"{config.model} is not there" in " ".join(outlook.split())
+    is_estimated = "estimated for one h200" in " ".join(outlook.split())
+    assert is_estimated == ("?" not in outlook) == name.startswith("sdar")
+    assert max(map(len, outlook.splitlines())) <= 80
+    assert "…" not in outlook
 
 
 def test_the_recipes_that_are_promised() -> None:

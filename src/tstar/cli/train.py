@@ -152,42 +152,37 @@ def _describe(config: RunConfig) -> None:
 
     print(to_yaml(config))
     outlook = look_ahead(config)
-    Console(highlight=False).print(_to_table(outlook), outlook.assumptions)
+    rollout = config.rollout
+    responses = f"{rollout.num_problems} problems x {rollout.num_samples} responses an update"
+    Console(highlight=False).print(_to_table(outlook), f"{responses}; {outlook.assumptions}", sep="")
 
 
 def _to_table(outlook: Outlook) -> Table:
+    from rich import box
     from rich.table import Table
 
     from tstar.cli.watch import format_duration
 
-    names = (
-        "B",
-        "updates",
-        "learning rate",
-        "passes",
-        "cold start",
-        "rollouts",
-        "responses",
-        "memory",
-        "time",
-    )
-    table = Table(title="stages")
+    names = ("B", "updates", "lr", "shifted", "cold start", "rollouts", "memory", "time")
+    table = Table(title="stages", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in names:
-        table.add_column(name, justify="left" if name == "rollouts" else "right")
+        is_text = name == "rollouts"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
     for each in outlook.stages:
         stage, memory, timing = each.stage, each.memory, each.timing
         at_most = "" if stage.plateau is None else "at most "
         steps = "" if stage.cold_start is None else f"{stage.cold_start.num_steps} steps"
-        too_much = "" if memory is None or memory.fits else f" of {memory.available / 1e9:.1f}!"
+        if memory is not None and not memory.fits:
+            table.caption = f"! there are only {memory.available / 1e9:.1f} GB"
+        too_much = "" if memory is None or memory.fits else "!"
         table.add_row(
             str(stage.block_size),
             f"{at_most}{stage.num_updates}",
             f"{stage.learning_rate:g}",
-            "1" if stage.num_passes == 1 else f"2, shifted: {stage.shifted_rollouts}",
+            stage.shifted_rollouts,
             steps,
             each.policies,
-            f"{each.num_responses:,}",
-            "?" if memory is None else f"{memory.peak / 1e9:.1f}{too_much} GB",
+            "?" if memory is None else f"{memory.peak / 1e9:.1f} GB{too_much}",
             "?" if timing is None else format_duration(timing.hours * 3600),
         )
     return table

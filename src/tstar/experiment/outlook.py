@@ -13,6 +13,7 @@ from tstar.evaluate import describe_policy
 from tstar.model.checkpoint import DTYPES, load_config
 from tstar.model.config import ModelConfig
 from tstar.plan import DEVICES, Cluster, Memory, Timing, Workload, measure, plan_memory, plan_time
+from tstar.plan.shapes import shape_named
 
 ASSUMED_TPF = 2.0
 """Of policies that finalise as many tokens as the model is sure of."""
@@ -23,9 +24,8 @@ class StageOutlook:
     """One stage."""
 
     stage: Stage
-    num_responses: int
-    """Of all its updates."""
     policies: str
+    """Of the rollouts, one a line."""
     memory: Memory | None
     timing: Timing | None
     """None: the model is not there to look at."""
@@ -40,17 +40,20 @@ class Outlook:
 
 
 def look_ahead(config: RunConfig) -> Outlook:
-    """Stage by stage; estimates only if the model's config.json is there."""
-    model = load_config(config.model) if (config.model / "config.json").is_file() else None
+    """Stage by stage; estimates only if the model's config.json is there, or its name a published one's."""
+    is_there = (config.model / "config.json").is_file()
+    model = load_config(config.model) if is_there else shape_named(config.model.name)
     if model is None:
         assumptions = f"{config.model} is not there, so memory and time are not estimated"
         return Outlook(tuple(_stage(config, stage, None, None) for stage in config.stages), assumptions)
-    cluster = _this_machine(config)
+    # Who has not brought a published model here yet will not train it on this machine's CPU.
+    cluster = _this_machine(config) if is_there else Cluster(DEVICES["h200"])
     stages = tuple(_stage(config, stage, model, cluster) for stage in config.stages)
     prompt, response = _lengths(config)
+    shape = "" if is_there else f"{config.model} is not there, its published shape is known; "
     assumptions = (
-        f"estimated for one {cluster.device.name}, with prompts of {prompt} and responses of {response} "
-        "tokens; tstar plan takes other lengths and devices"
+        f"{shape}estimated for one {cluster.device.name}, with prompts of {prompt} and responses of "
+        f"{response} tokens; tstar plan takes other lengths and devices"
     )
     return Outlook(stages, assumptions)
 
@@ -79,6 +82,7 @@ def workload_of(config: RunConfig, stage: Stage, model: ModelConfig) -> Workload
         merge_steps=trainer.merge_steps,
         has_base=trainer.objective.kl_reference == "base" and config.lora is None,
         has_value=trainer.value is not None,
+        is_lora=config.lora is not None,
         recompute_activations=trainer.recompute_activations,
         max_requests=config.engine.max_requests,
         num_evaluated=num_evaluated * (1 + len(validation.extra_policies)) / stage.num_updates,
@@ -95,14 +99,13 @@ def _stage(
     if model is not None and cluster is not None:
         workload = workload_of(config, stage, model)
         memory, timing = plan_memory(workload, cluster), plan_time(workload, cluster)
-    per_update = config.rollout.num_problems * config.rollout.num_samples
-    return StageOutlook(stage, per_update * stage.num_updates, _describe(stage.policies), memory, timing)
+    return StageOutlook(stage, _describe(stage.policies), memory, timing)
 
 
 def _describe(policies: Sequence[WeightedPolicy]) -> str:
     if len(policies) == 1:
         return describe_policy(policies[0])
-    return ", ".join(f"{policy.weight:g} x {describe_policy(policy)}" for policy in policies)
+    return "\n".join(f"{policy.weight:g} x {describe_policy(policy)}" for policy in policies)
 
 
 def _lengths(config: RunConfig) -> tuple[int, int]:
