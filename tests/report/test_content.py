@@ -152,6 +152,18 @@ def test_the_trained_policy_comes_first_and_the_runs_own_validations_do_not_coun
     assert report.facts == ("validated with static k=4",)
 
 
+def test_a_method_that_was_not_evaluated_is_shown_by_its_runs_own_validations(tmp_path: Path) -> None:
+    make_evaluation(tmp_path / "ar", Evaluated("AR", 1, 0.9, data="test"))
+    for name in ("tstar", "direct-b8"):
+        run = make_run(tmp_path / name, [(8, 5)], is_ended=name != "tstar")
+        make_evaluation(run / "eval" / "000005-b8", Evaluated("", 8, 0.5, update_step=5))
+    report = build([tmp_path])
+    assert [report.methods[s.method].name for s in report.scores] == ["TraceRL", "T*", "AR"]
+    assert report.settings[1] == "test · dynamic 0.9"  # AR models decode in their own way
+    assert report.verdict[0].numbers.endswith(" Not finished: T*.")
+    assert report.verdict[0].text == "math500 · dynamic 0.9, B = 8: T* and TraceRL are equal."
+
+
 def test_a_run_is_judged_by_its_best_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "tstar", [(8, 10)], evaluate_every=5)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

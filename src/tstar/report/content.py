@@ -118,11 +118,15 @@ def _setting(evaluation: EvaluationSource) -> Setting:
 def _order_settings(
     evaluations: Sequence[EvaluationSource], runs: Sequence[RunSource]
 ) -> tuple[Setting, ...]:
-    """Those that were evaluated apart from any run first, and of these the policy that runs validate with."""
+    """Those that were evaluated apart from any run first, and of these the policy that runs validate with;
+    AR models' own way of decoding last."""
     apart = {_setting(e) for e in evaluations if e.run is None}
+    in_blocks = {_setting(e) for e in evaluations if e.block_size > 1}
     trained = {v.policy for run in runs for v in run.validations}
     settings = dict.fromkeys(_setting(e) for e in evaluations)
-    return tuple(sorted(settings, key=lambda s: (s not in apart, s.policy not in trained)))
+    return tuple(
+        sorted(settings, key=lambda s: (s not in in_blocks, s not in apart, s.policy not in trained))
+    )
 
 
 MAX_MERGED = 4
@@ -194,7 +198,7 @@ def _note_runs(
 ) -> None:
     for run in runs:
         if not run.is_ended:
-            notices.append(Notice(run.name, f"has no end: it is in progress or was killed ({_status(run)})"))
+            notices.append(Notice(run.name, "has no end: it is in progress or was killed"))
         if not run.train:
             notices.append(Notice(run.name, "has done no update yet"))
         if not run.validations:
@@ -276,12 +280,12 @@ def _view_evaluations(
 
 
 def _select(evaluations: Sequence[EvaluationSource], runs: Sequence[RunSource]) -> Iterator[EvaluationSource]:
-    """All that stand alone. Only if there is none, those of runs, one for each block size and setting: its
-    best by validation (the paper's rule), else its last. A run's own were what its best checkpoint was chosen
-    by, so they flatter it."""
+    """All that stand alone. For methods without any, those of their runs, one for each block size and
+    setting: the best by validation (the paper's rule), else the last. A run's own were what its best
+    checkpoint was chosen by, so they flatter it."""
     groups: dict[tuple[object, ...], list[EvaluationSource]] = {}
-    apart = [e for e in evaluations if e.run is None]
-    for e in apart or evaluations:
+    apart = {e.label for e in evaluations if e.run is None}
+    for e in (e for e in evaluations if e.run is None or e.label not in apart):
         key = (e.run, e.block_size, e.offset, _setting(e)) if e.run is not None else (e.name,)
         groups.setdefault(key, []).append(e)
     by_name = {run.name: run for run in runs}

@@ -52,7 +52,11 @@ def _compare(report: Report, scores: list[Score]) -> Claim:
     if len({s.setting for s in report.scores}) > 1:
         where = f"{report.settings[ours.setting]}, {where}"
         head = head.removeprefix(report.settings[ours.setting]).removeprefix(", ")
-    return Claim(f"{where}: {claim}", f"{head}: {listed}." if head else f"{listed}.")
+    numbers = f"{head}: {listed}." if head else f"{listed}."
+    unfinished = sorted({run.method for run in report.runs if run.is_running and run.method in names})
+    if unfinished:
+        numbers += f" Not finished: {', '.join(names[m] for m in unfinished)}."
+    return Claim(f"{where}: {claim}", numbers)
 
 
 def _difference(name: str, other_name: str, ours: Score, other: Score) -> str:
