@@ -186,6 +186,32 @@ def test_impossible_workloads_are_refused(changes: dict[str, object], message: s
         workload(**changes)
 
 
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, int]:
+    """Memory by part of the first stage."""
+    assert main(["plan", *arguments, "--gpus", "8", "--json"]) == 0
+    memory: dict[str, int] = json.loads(capsys.readouterr().out.splitlines()[0])["memory"]
+    return memory
+
+
+def test_a_plan_is_of_the_run_that_is_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sharded or not, adapters or all weights."""
+    copies = planned(capsys, "sdar-1.7b-tstar")
+    shards = planned(capsys, "sdar-1.7b-tstar", "sharding=full")
+    assert "engine weights" not in copies
+    assert copies["Adam moments"] == pytest.approx(8 * shards["Adam moments"], rel=1e-6)
+    assert "engine weights" in shards
+    adapters = planned(capsys, "sdar-8b-tstar-lora")
+    assert "Adam moments" not in adapters
+    assert "engine weights" not in adapters
+
+
+def test_sharding_is_advised_where_copies_do_not_fit() -> None:
+    large = workload(model=SHAPES["sdar-8b"])
+    copies = Cluster(DEVICES["h100"], 8, is_sharded=False)
+    assert not plan_memory(large, copies).fits
+    assert any(each.change.startswith("sharding: full") for each in advise(large, copies))
+
+
 def test_this_machine_is_measured() -> None:
     device = measure(torch.device("cpu"), torch.float32)
     assert device.is_measured

@@ -179,5 +179,5 @@ def _sync(workload: Workload, cluster: Cluster, cost: ModelCost) -> Phase:
     """Gradients across nodes, and the whole weights to every rank's engine."""
     num_bytes = cost.num_params * workload.itemsize
     engine = cluster.gather_seconds(num_bytes)
-    across = cluster.replica_seconds(4 * cost.num_params)
+    across = 0.0 if workload.is_lora else cluster.replica_seconds(4 * cost.num_params)
     return Phase("sync", engine + workload.num_optimizer_steps * across, "link")
