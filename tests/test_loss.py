@@ -394,6 +394,17 @@ def test_metrics_by_hand() -> None:
     assert [b.policy_loss for b in by_block] == pytest.approx([weight * 0.95, -weight * 0.25])
 
 
+def test_neighbours_of_a_breakdown_are_put_together() -> None:
+    """Seven blocks in at most three rows are blocks 0-2, 3-5 and 6; nothing is lost."""
+    action = Action(-1.0, -1.0, -1.0, -1.0, advantage=1.0, entropy=0.0, block=0, step=0)
+    batch = [[[replace(action, block=block, entropy=float(block))] for block in range(7)]]
+    metrics = trace_loss(flatten(batch), totals_of(batch), TraceLossConfig()).metrics
+    found = [(b.index, b.num_actions, b.entropy, b.policy_loss) for b in metrics.by_block(at_most=3)]
+    np.testing.assert_allclose(found, [(0, 3, 1.0, -3.0), (3, 3, 4.0, -3.0), (6, 1, 6.0, -1.0)])
+    assert metrics.by_block(at_most=7) == metrics.by_block()
+    assert len(metrics.by_step(at_most=3)) == 1
+
+
 def test_the_truncated_share_is_counted() -> None:
     batch = draw_batch(3, scale=1.0)
     inputs = flatten(batch)

@@ -15,6 +15,7 @@ class Breakdown:
     """The actions of one step within a block, or of one block of the response: sums and means."""
 
     index: int
+    """The step or block; where neighbours are put together, the first of them."""
     num_actions: int
     policy_loss: float
     clip_fraction: float
@@ -89,17 +90,20 @@ class TraceLossMetrics:
             "num_actions": num_actions,
         }
 
-    def by_step(self) -> tuple[Breakdown, ...]:
-        """By step within the block."""
-        return self._break_down(self.steps)
+    def by_step(self, at_most: int | None = None) -> tuple[Breakdown, ...]:
+        """By step within the block; with `at_most`, in so many rows, each of equally many neighbours."""
+        return self._break_down(self.steps, at_most)
 
-    def by_block(self) -> tuple[Breakdown, ...]:
-        """By block of the response."""
-        return self._break_down(self.blocks)
+    def by_block(self, at_most: int | None = None) -> tuple[Breakdown, ...]:
+        """By block of the response, likewise."""
+        return self._break_down(self.blocks, at_most)
 
-    def _break_down(self, table: Tensor) -> tuple[Breakdown, ...]:
+    def _break_down(self, table: Tensor, at_most: int | None) -> tuple[Breakdown, ...]:
+        width = 1 if at_most is None else -(-len(table) // at_most)
+        bins = torch.arange(len(table), device=table.device) // width
         found = []
-        for index, row in enumerate(table.tolist()):
+        for number, row in enumerate(_sum_rows(table, bins).tolist()):
+            index = number * width
             sums = dict(zip(self.columns, row, strict=True))
             if not sums["num_actions"]:
                 continue

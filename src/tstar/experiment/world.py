@@ -35,6 +35,7 @@ from tstar.experiment.local import Workforce
 from tstar.experiment.policy import MODEL, Policy
 from tstar.experiment.rollouts import Asking, Drawn, Group, key
 from tstar.guard import Action, Alarm, Health
+from tstar.loss_metrics import Breakdown
 from tstar.partition import PartitionRule
 from tstar.run_dir import RunDir
 from tstar.trainer import UpdateMetrics
@@ -42,6 +43,9 @@ from tstar.trajectory import Trajectory
 from tstar.unmask import UnmaskPolicy
 
 STATE, PENDING = "state.json", "rollouts.jsonl.gz"
+_BREAKDOWN = tuple(f.name for f in fields(Breakdown))
+_MAX_ROWS = 64
+"""Of a breakdown in a line of metrics.jsonl; a long response has many more blocks."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class RunWorld:
             found: dict[str, object] = {"refused": str(error)}
             health, took = Health(progress.update_step, grad_norm=math.nan), {}
         else:
-            found = dict(metrics.summary())
+            found = {**metrics.summary(), **_breakdowns(metrics)}
             health, took = _health(progress, metrics), _train_time(metrics)
         record = {
             **self._place(stage, progress),
@@ -373,6 +377,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says besides weights."""
     state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     return state
+
+
+def _breakdowns(metrics: UpdateMetrics) -> dict[str, object]:
+    """The objective by step within a block and by block of the response: a list for each of its numbers."""
+    return {
+        name: {column: [getattr(row, column) for row in rows] for column in _BREAKDOWN}
+        for name, rows in (("by_step", metrics.by_step(_MAX_ROWS)), ("by_block", metrics.by_block(_MAX_ROWS)))
+    }
 
 
 def _health(progress: Progress, metrics: UpdateMetrics) -> Health:

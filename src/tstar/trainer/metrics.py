@@ -43,13 +43,13 @@ class UpdateMetrics:
     """Replay, old and base log-probs, values."""
     train_seconds: float
 
-    def by_step(self) -> tuple[Breakdown, ...]:
-        """The objective by step within a block."""
-        return reduce(add, (s.objective for s in self.steps)).by_step() if self.steps else ()
+    def by_step(self, at_most: int | None = None) -> tuple[Breakdown, ...]:
+        """The objective by step within a block; with `at_most`, neighbours together in so many rows."""
+        return reduce(add, (s.objective for s in self.steps)).by_step(at_most) if self.steps else ()
 
-    def by_block(self) -> tuple[Breakdown, ...]:
-        """The objective by block of the response."""
-        return reduce(add, (s.objective for s in self.steps)).by_block() if self.steps else ()
+    def by_block(self, at_most: int | None = None) -> tuple[Breakdown, ...]:
+        """The objective by block of the response, likewise."""
+        return reduce(add, (s.objective for s in self.steps)).by_block(at_most) if self.steps else ()
 
     def summary(self) -> dict[str, float]:
         """By name, for a log. Losses are means over the optimizer steps. The two durations are left out:
