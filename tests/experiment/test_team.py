@@ -47,6 +47,7 @@ def config(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("rollout.num_problems=5", "trainer.token_budget=160", "curriculum.shifted_rollouts=sample"),
         "rewards.terms=[{name: chain_answer}, {name: length, options: {max_tokens: 24, buffer: 20}}]",
         "curriculum.cold_start={num_problems: 40, num_samples: 4, num_steps: 2, warmup_steps: 0}",
+        "trainer.optimizer.learning_rate=2e-4",  # at 1e-3 two updates leave no right answer to learn from
     )
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
     path.write_text(to_yaml(tiny_config(base, *overrides)))
