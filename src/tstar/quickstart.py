@@ -68,22 +68,24 @@ class Task:
 class Sizes:
     """How much of everything."""
 
-    data: str = "chain:3"
-    hidden_size: int = 128
-    num_layers: int = 4
+    data: str = "chain:9"
+    hidden_size: int = 96
+    num_layers: int = 3
     num_examples: int = 8000
-    ar_steps: int = 450
-    b4_steps: int = 800
+    ar_steps: int = 400
+    b4_steps: int = 500
     jump_steps: int = 150
-    updates_per_stage: tuple[int, ...] = (5, 20, 25)
+    updates_per_stage: tuple[int, ...] = (30, 30, 60)
     """T*'s, at B = 4, 8, 16."""
-    direct_updates: tuple[int, ...] = (25, 50)
+    direct_updates: tuple[int, ...] = (60, 120)
     """Direct TraceRL's at B = 8 and 16: as many as T* has had there in all."""
-    cold_start_steps: int = 60
+    cold_start_steps: int = 150
+    """T*'s at each expansion: as many as a base's jump has."""
+    cold_start_problems: int = 3000
     num_problems: int = 24
     """Of an update, with 16 responses each."""
     num_validation: int = 200
-    num_test: int = 300
+    num_test: int = 400
     samples: int = 3
 
 
@@ -93,12 +95,13 @@ SMOKE = Sizes(
     hidden_size=64,
     num_layers=3,
     num_examples=2000,
-    ar_steps=120,
-    b4_steps=160,
+    ar_steps=250,
+    b4_steps=300,
     jump_steps=60,
-    updates_per_stage=(2, 4, 4),
-    direct_updates=(6, 10),
-    cold_start_steps=20,
+    updates_per_stage=(3, 4, 6),
+    direct_updates=(7, 13),
+    cold_start_steps=60,
+    cold_start_problems=400,
     num_problems=8,
     num_validation=50,
     num_test=60,
@@ -133,7 +136,7 @@ def _bases(sizes: Sizes, out: Path, seed: int) -> Iterator[Task]:
             arguments,
             out / name,
             (needs,) if needs else (),
-            steps * (0.2 if name == "ar" else 0.35),
+            steps * (0.1 if name == "ar" else 0.18),
             steps,
             "optimizer_step",
             num_threads=threads,
@@ -166,15 +169,18 @@ def _training(sizes: Sizes, out: Path, seed: int) -> Iterator[Task]:
         f"curriculum.stages.{block_size}.num_updates={count}"
         for block_size, count in zip(BLOCK_SIZES, sizes.updates_per_stage, strict=True)
     ]
-    cold = f"curriculum.cold_start.num_steps={sizes.cold_start_steps}"
+    cold = (
+        f"curriculum.cold_start.num_steps={sizes.cold_start_steps}",
+        f"curriculum.cold_start.num_problems={sizes.cold_start_problems}",
+    )
     num_updates = sum(sizes.updates_per_stage)
     yield train(
-        "tstar", "T*: B = 4, 8, 16", "quickstart-tstar", "b4", num_updates, 4.5 * num_updates, cold, *stages
+        "tstar", "T*: B = 4, 8, 16", "quickstart-tstar", "b4", num_updates, 3.0 * num_updates, *cold, *stages
     )
     for block_size, count in reversed(list(zip(BLOCK_SIZES[1:], sizes.direct_updates, strict=True))):
         name, updates = f"direct-b{block_size}", f"curriculum.updates_per_stage={count}"
         title = f"direct TraceRL, B = {block_size}"
-        yield train(name, title, f"quickstart-{name}", f"b{block_size}", count, 4.5 * count, updates)
+        yield train(name, title, f"quickstart-{name}", f"b{block_size}", count, 2.7 * count, updates)
 
 
 def _evaluations(sizes: Sizes, out: Path, seed: int) -> Iterator[Task]:

@@ -89,12 +89,12 @@ LEVELS: Mapping[int, ChainLevel] = MappingProxyType(
         6: ChainLevel(2, "+-*", 3, 5),
         7: ChainLevel(2, "+-*", 6, 9),
         8: ChainLevel(2, "+-*", 10, 14),
-        9: ChainLevel(1, "+-*", 3, 5, "137", either_order=COMMUTATIVE),
+        9: ChainLevel(1, "+-*", 2, 4, "137", either_order=COMMUTATIVE),
         10: ChainLevel(1, "+-*", 6, 9, "137", either_order=COMMUTATIVE),
         11: ChainLevel(1, "+-*", 10, 14, "137", either_order=COMMUTATIVE),
     }
 )
-"""Cubing is a bijection modulo 10, not modulo 100. 9 to 11 are 2, 4 and 5 without cubes, in either order."""
+"""Cubing is a bijection modulo 10, not modulo 100. 9 to 11 are written in either order."""
 
 
 # -- problems ----------------------------------------------------------------------------------
