@@ -93,7 +93,10 @@ def sharded(parallel: Parallel) -> dict[str, torch.Tensor]:
         for each in (model, base):
             shard(each, parallel, "cpu", torch.float32)
     config = TrainerConfig(
-        optimizer=OptimizerConfig(1e-3), objective=TraceLossConfig(importance_cap=np.inf), token_budget=160
+        optimizer=OptimizerConfig(1e-3),
+        objective=TraceLossConfig(importance_cap=np.inf),
+        token_budget=160,
+        recompute_activations=True,  # as the recipes of large models have it
     )
     trainer = Trainer(model, config, base=base.requires_grad_(False), parallel=parallel)
     found = [trainer.update(rollouts(), RULE).summary()]
