@@ -270,6 +270,27 @@ def test_hidden_states_are_those_of_the_rows(data: st.DataObject) -> None:
     torch.testing.assert_close(padded.keys[:, :num_pages], plain.keys[:, :num_pages], rtol=0, atol=5e-5)
 
 
+def test_no_row_touches_the_pages_of_another() -> None:
+    """Lists of pages may end in anything: here in a page that holds no numbers, and so does page 0, which
+    an index of zeros would mean. Rows that are not there compute numbers too."""
+    model = make_model("sdar", num_hidden_layers=2)
+    store = KVStore(model.config, 40, 4)
+    rows = StoreRows.blocks([0, 12, 3], [5, 15, 4], [(5, 6), (7, 8, 9, 10), (11,)])
+    rows.page_table[0, 2:] = rows.page_table[2, 1:] = 39
+    for page in (0, 39):
+        store.keys[:, page] = store.values[:, page] = torch.nan
+    token_ids = np.arange(9)
+    assert choose_shape(store, rows, 1024) == (3, 6, 64)
+    for shape in (PaddedShape(3, 6, 64), PaddedShape(4, 6, 64)):
+        inputs, places = pad_rows(store, rows, token_ids, shape)
+        with torch.no_grad():
+            attention = PaddedAttention(store, shape, torch.from_numpy(inputs))
+            hidden = model(attention.token_ids, attention)
+            expected = model(torch.from_numpy(token_ids), store.prepare(rows))
+        assert hidden.isfinite().all()
+        torch.testing.assert_close(hidden[torch.from_numpy(places)], expected, rtol=0, atol=5e-5)
+
+
 # -- what can be recorded -------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tstar.engine.sampling import NUCLEUS_SIZES, Draws, read_distribution
+from tstar.engine.sampling import FEW_LOGITS, NUCLEUS_SIZES, Draws, read_distribution
 
 EXCLUDED = 7
 FILTERS = [  # (top_k, top_p, min_p); 0, 1 and 0 filter nothing
@@ -95,8 +95,10 @@ def test_confidence_and_entropy_are_of_the_whole_distribution() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_takes_the_likeliest_and_of_equals_the_left(dtype: torch.dtype) -> None:
-    logits = torch.randn(20, 300).to(dtype)
+@pytest.mark.parametrize("vocab_size", [300, FEW_LOGITS // 20 + 100])
+def test_greedy_takes_the_likeliest_and_of_equals_the_left(dtype: torch.dtype, vocab_size: int) -> None:
+    """Searched at once, and run by run."""
+    logits = torch.randn(20, vocab_size).to(dtype)
     logits[:, 9] = logits[:, 250] = logits[:, 20] = 8.0
     logits[:, EXCLUDED] = 100.0
     mixed = read(logits, np.full(20, 0.999), temperature=np.arange(20) % 2 * 0.001)
