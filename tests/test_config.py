@@ -61,16 +61,14 @@ def test_a_shipped_recipe_resolves_and_dry_runs(name: str, capsys: pytest.Captur
 
 def test_the_recipes_that_are_promised() -> None:
     sdar = [f"sdar-1.7b-{kind}" for kind in ("tstar", "tracerl-b4", "direct-b8", "direct-b16", "direct-b32")]
-    quickstart = [f"quickstart-{kind}" for kind in ("tstar", "direct-b8", "direct-b16")]
-    larger = [
-        "sdar-4b-tstar",
-        "sdar-4b-direct-b8",
-        "sdar-4b-direct-b16",
-        "sdar-8b-tstar",
-        "sdar-30b-a3b-tstar",
-    ]
+    kinds = ("tstar", "tstar-value", "tstar-length", "direct-b8", "direct-b16")
+    quickstart = [f"quickstart-{kind}" for kind in kinds]
+    larger = [name.replace("1.7b", "4b") for name in sdar]
     options = [f"sdar-1.7b-tstar-{kind}" for kind in ("value", "parallelism", "importance")]
-    assert {*sdar, *quickstart, *larger, *options} <= set(list_recipes())
+    others = {"sdar-8b-tstar", "sdar-30b-a3b-tstar", *options}
+    assert {*sdar, *quickstart, *larger, *others} <= set(list_recipes())
+    value, length = (load_config(f"quickstart-tstar-{kind}").trainer for kind in ("value", "length"))
+    assert (value.value is None, length.objective.step_norm) == (False, "length")
 
 
 def test_a_models_name_is_its_tstar() -> None:

@@ -188,6 +188,14 @@ def test_plain_lines_elsewhere(config: RunConfig, tmp_path: Path) -> None:
     assert lines[-1] == "update 2: not trained on: a NaN"
 
 
+def test_words_are_wrapped_on_a_terminal(config: RunConfig, tmp_path: Path) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    View(config, tmp_path, terminal).on_event(*EVENTS[4])
+    said = terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert len(said.splitlines()) == 2
+    assert " ".join(said.split()).endswith("TPF 1.80 (best of the stage)"), "no word is cut"
+
+
 def test_durations() -> None:
     assert [format_duration(s) for s in (None, 0.4, 61.0, 7260.0)] == ["?", "0m00s", "1m01s", "2h01m"]
 

@@ -35,7 +35,7 @@ SHOWN = {
 @contextmanager
 def watching(config: RunConfig, directory: Path) -> Iterator[OnEvent]:
     """Something that shows the events it is given, for as long as the block lasts."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     view = View(config, directory, console)
     if not console.is_terminal:
         yield view.on_event
@@ -129,7 +129,8 @@ class View:
     # -- what is shown -------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        # Words are wrapped for people; a line of a log file stays one line.
+        self._console.print(text, markup=False, soft_wrap=not self._console.is_terminal)
 
     @property
     def _total(self) -> int:
