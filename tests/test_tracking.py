@@ -132,7 +132,8 @@ def test_a_run_keeps_its_name_on_dashboards(
 ) -> None:
     started: list[dict[str, Any]] = []
     module = types.ModuleType(name)
-    module.init = lambda **settings: started.append(settings)  # type: ignore[attr-defined]
+    run = types.SimpleNamespace(define_metric=lambda *_, **__: None)
+    module.init = lambda **settings: started.append(settings) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
     for _ in range(2):
         start_tracker(name, tmp_path, "mine", {"seed": 1}, 0)

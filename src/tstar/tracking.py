@@ -164,6 +164,8 @@ class _Wandb:
         else:
             naming = {"name": f"{name}-{key}"}
         self._run = module.init(project=project, config=dict(config), resume="allow", **naming)
+        if module.__name__ == "wandb":
+            self._run.define_metric("*", step_metric="update_step")
 
     def log(self, update_step: int, metrics: Mapping[str, float]) -> None:
         # Not as wandb's own step, which must not go back: a resumed run says some updates again.

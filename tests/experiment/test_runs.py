@@ -455,6 +455,9 @@ def test_dashboards_see_every_event(base: Path, tmp_path: Path, monkeypatch: pyt
         def log(self, metrics: dict[str, Any]) -> None:
             seen.append(metrics)
 
+        def define_metric(self, name: str, step_metric: str) -> None:
+            assert (name, step_metric) == ("*", "update_step")
+
         def finish(self) -> None:
             seen.append({"finished": True})
 
