@@ -1,9 +1,9 @@
 """Runs a run and kills it with SIGKILL on the way, at given points or random moments, until it is done.
 
     python crash.py CONFIG.yaml RUN POINT...     each POINT ends one process; the last one goes to the end
-    python crash.py CONFIG.yaml RUN --random N SECONDS SEED
-                                                 N processes, each killed a random while of at most SECONDS
-                                                 after it began to work; says where each was
+    python crash.py CONFIG.yaml RUN --random N PLACES SEED
+                                                 N processes, each killed by another one when it has passed a
+                                                 random number of places, at most PLACES; says where it was
 
 A point is WHERE:N, the Nth time that something happens in a process: ``sample`` and ``evaluate`` (a
 response has come to its end), ``step`` (an optimizer step begins), ``stepped`` (has been done),
@@ -118,8 +118,11 @@ def in_child(work: Callable[[], None]) -> int:
     return child
 
 
-def kill_at_random(config: Path, run: Path, num_kills: int, longest: float, seed: int) -> None:
-    """Processes that are killed at random moments; ends early if one comes to the end of the run."""
+def kill_at_random(config: Path, run: Path, num_kills: int, most_places: int, seed: int) -> None:
+    """Processes that are killed at random moments; ends early if one comes to the end of the run.
+
+    Counted in places that they pass, not in seconds, so that a busy machine comes as far as an idle one; the
+    parent, which kills, looks from time to time, so the moment itself is anywhere."""
     draw = random.Random(seed)
     for number in range(num_kills):
         reader, writer = os.pipe()
@@ -127,13 +130,11 @@ def kill_at_random(config: Path, run: Path, num_kills: int, longest: float, seed
         child = in_child(lambda writer=writer: go_on(config, run, Killer("", writer)))  # type: ignore[misc]
         os.close(writer)
         places = ""
-        deadline = None
-        while deadline is None or time.monotonic() < deadline:
-            time.sleep(0.002)
+        most = draw.randint(1, most_places)
+        while places.count("\n") < most:
+            time.sleep(draw.uniform(0, 0.01))
             with suppress(BlockingIOError):
                 places += os.read(reader, 1 << 16).decode()
-            if deadline is None and places:
-                deadline = time.monotonic() + draw.uniform(0, longest)
             if os.waitpid(child, os.WNOHANG)[0]:
                 sys.stdout.write(f"came to the end after {number} kills\n")
                 return
@@ -142,14 +143,15 @@ def kill_at_random(config: Path, run: Path, num_kills: int, longest: float, seed
         with suppress(BlockingIOError):
             places += os.read(reader, 1 << 16).decode()
         os.close(reader)
-        sys.stdout.write(f"kill {number + 1}: after {places.split()[-1]!r}\n")
+        where = places.splitlines()
+        sys.stdout.write(f"kill {number + 1}: after {len(where)} places, the last of them {where[-1]!r}\n")
         sys.stdout.flush()
 
 
 def main(config: str, run: str, *points: str) -> int:
     whole = (Path(config), Path(run))
     if points[:1] == ("--random",):
-        kill_at_random(*whole, int(points[1]), float(points[2]), int(points[3]))
+        kill_at_random(*whole, int(points[1]), int(points[2]), int(points[3]))
         points = ()
     for point in points:
         child = in_child(lambda point=point: go_on(*whole, Killer(point)))  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Killed with SIGKILL at chosen points, in processes of its own, and resumed: the same run, bit for bit.
 
-`python tests/experiment/crash.py CONFIG RUN --random 20` kills at random moments instead.
+`python tests/experiment/crash.py CONFIG RUN --random 20 250 1` kills at random moments instead.
 """
 
 from __future__ import annotations
