@@ -212,10 +212,11 @@ def test_graphs_see_weights_that_change_in_place_and_none_that_moved() -> None:
 
 
 def test_weights_of_a_trainer_on_the_device_are_shared() -> None:
-    _, on_gpu = pair()
+    on_cpu, on_gpu = pair()
     engine = make_engine(on_gpu)
-    trained = copy.deepcopy(on_gpu)
+    trained = copy.deepcopy(on_cpu)
     randomise(trained, seed=3)
+    trained = trained.to(on_gpu.device)
     engine.load_weights(trained.named_parameters(), version=2)
     assert on_gpu.output_weight.data_ptr() == trained.output_weight.data_ptr()
     request = make_request(PartitionRule(4), 9, 0, max_tokens=12)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -134,8 +136,8 @@ class Conversation:
         from tstar.engine import RequestFailed, RequestFinished, TokensUnmasked
 
         began = time.perf_counter()
-        try:
-            while True:
+        with _ctrl_c(is_caught=view is not None) as is_asked_to_stop:
+            while not is_asked_to_stop():
                 for event in self._engine.step(wants_steps=view is not None):
                     seconds = time.perf_counter() - began
                     if isinstance(event, TokensUnmasked) and view is not None:
@@ -146,11 +148,25 @@ class Conversation:
                         return self._text_model.text(event.trajectory, self._command.decoding.stop)
                     elif isinstance(event, RequestFailed):
                         raise UserError(event.reason)
-        except KeyboardInterrupt:
-            self._engine.abort(self._request_id)
-            if view is None:
-                raise
-            return view.settled_text
+        assert view is not None
+        self._engine.abort(self._request_id)
+        return view.settled_text
+
+
+@contextmanager
+def _ctrl_c(is_caught: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed meanwhile; not caught, it is a KeyboardInterrupt as ever.
+
+    An exception out of nowhere could end up in a callback that drops it, and the answer would go on.
+    """
+    pressed: list[int] = []
+    previous = signal.getsignal(signal.SIGINT)
+    if is_caught:
+        signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _lines() -> Iterator[str]:
