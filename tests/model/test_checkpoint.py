@@ -70,6 +70,8 @@ def test_shards_hold_at_most_what_was_asked_for(tmp_path: Path) -> None:
         tensors = load_file(tmp_path / "model" / file)
         assert sum(t.numel() * 4 for t in tensors.values()) <= 20_000 or len(tensors) == 1
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, "whoever may read one file may read all"
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -378,6 +378,8 @@ def _write_shards(
             for name in names
         }
         save_file(tensors, directory / file, metadata={"format": "pt"})
+        # safetensors keeps its files to their owner; a model is for whoever may read the rest of it.
+        (directory / file).chmod((directory / "config.json").stat().st_mode & 0o777)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
