@@ -2,6 +2,7 @@
 
     tstar quickstart --seed 0 --out runs/seed0                              # bases, and the main comparison
     python examples/ablations.py runs/seed0 runs/seed1 --out runs/ablations # every arm from each seed's bases
+    python examples/ablations.py runs/seed0 --out runs/again --arms tstar direct --seeds 1 2
     python examples/ablations.py runs/seed0 --out runs/sft --arms sft       # SFT: block sizes, weightings
 
 Each arm is a `tstar train` from a base of that seed, then a `tstar eval` of its best checkpoint at B = 16
@@ -71,14 +72,14 @@ def arms(updates: tuple[int, int, int]) -> dict[str, Arm]:
     }
 
 
-def train_tasks(name: str, arm: Arm, base: Path, out: Path) -> Iterator[Task]:
+def train_tasks(name: str, arm: Arm, base: Path, seed: int, out: Path) -> Iterator[Task]:
     """Training, then evaluation."""
-    run = out / base.name / name
+    run, name = out / f"seed{seed}" / name, f"seed{seed}-{name}"
     # Only what an arm is judged by is validated while it trains; the evaluation takes the others.
-    fixed = (f"model={base / arm.base / 'model'}", f"seed={seed_of(base)}", "validation.extra_policies=[]")
+    fixed = (f"model={base / arm.base / 'model'}", f"seed={seed}", "validation.extra_policies=[]")
     options = ("train", arm.recipe, f"--out={run}", *fixed, *arm.overrides)
-    yield Task(f"{base.name}-{name}", f"{base.name}: {name}", options, run, (), 200.0, 1, "update_step")
-    yield eval_task(f"{base.name}-{name}", f"{name}={run / 'best'}", TARGET, seed_of(base), out)
+    yield Task(name, name, options, run, (), 200.0, 1, "update_step")
+    yield eval_task(name, f"{run.name}={run / 'best'}", TARGET, seed, out)
 
 
 def eval_task(name: str, model: str, block_size: int, seed: int, out: Path) -> Task:
@@ -100,11 +101,11 @@ def eval_task(name: str, model: str, block_size: int, seed: int, out: Path) -> T
     )
 
 
-def sft_tasks(base: Path, out: Path) -> Iterator[Task]:
+def sft_tasks(base: Path, seed: int, out: Path) -> Iterator[Task]:
     """From the AR model to each block size with equal steps; both weightings of Eq. 2."""
     for block_size in (4, 8, 16, 32):
         for weighting in ("constant", "inverse_t"):
-            name = f"{base.name}-b{block_size}-{weighting}"
+            name = f"seed{seed}-b{block_size}-{weighting}"
             options = (
                 "sft",
                 f"--out={out / name}",
@@ -115,10 +116,10 @@ def sft_tasks(base: Path, out: Path) -> Iterator[Task]:
                 "--learning-rate=1e-3",
                 f"--block-sizes={block_size}",
                 f"--weighting={weighting}",
-                f"--seed={seed_of(base)}",
+                f"--seed={seed}",
             )
             yield Task(name, name, options, out / name, (), 60.0, 300, "optimizer_step")
-            yield eval_task(name, f"{weighting}={out / name / 'model'}", block_size, seed_of(base), out)
+            yield eval_task(name, f"{weighting}={out / name / 'model'}", block_size, seed, out)
 
 
 def seed_of(base: Path) -> int:
@@ -148,6 +149,7 @@ def main() -> None:
         "bases", type=Path, nargs="+", help="directories of tstar quickstart, named seed0, seed1, ..."
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="default: the bases' own")
     parser.add_argument(
         "--arms", nargs="*", default=[], help="default: all but sft; ARM@seed1 is for one seed alone"
     )
@@ -161,8 +163,10 @@ def main() -> None:
     for wanted in options.arms or known:
         name, _, only = wanted.partition("@")
         for base in (b.resolve() for b in options.bases):
-            if only in ("", base.name):
-                tasks += sft_tasks(base, out) if name == "sft" else train_tasks(name, known[name], base, out)
+            for seed in options.seeds or [seed_of(base)]:
+                if only in ("", f"seed{seed}"):
+                    arm = known.get(name)
+                    tasks += train_tasks(name, arm, base, seed, out) if arm else sft_tasks(base, seed, out)
     quickstart.prepare(tasks, out)
     done: set[str] = set()
 

@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import random
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,9 @@ import torch  # noqa: E402  (the Hub's variables must stand before anything read
 # One thread: sums are taken in the same order on every machine, so golden numbers mean something,
 # and tensors as small as a test's are slower with more.
 torch.set_num_threads(1)
+
+# A shell starts what runs in its background deaf to Ctrl-C, and every child inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("desk", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

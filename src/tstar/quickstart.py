@@ -73,11 +73,11 @@ class Sizes:
     num_layers: int = 3
     num_examples: int = 8000
     ar_steps: int = 400
-    b4_steps: int = 800
+    b4_steps: int = 500
     jump_steps: int = 150
-    updates_per_stage: tuple[int, ...] = (25, 25, 50)
+    updates_per_stage: tuple[int, ...] = (30, 30, 60)
     """T*'s, at B = 4, 8, 16."""
-    direct_updates: tuple[int, ...] = (50, 100)
+    direct_updates: tuple[int, ...] = (60, 120)
     """Direct TraceRL's at B = 8 and 16: as many as T* has had there in all."""
     cold_start_steps: int = 150
     """T*'s at each expansion: as many as a base's jump has."""
@@ -85,7 +85,7 @@ class Sizes:
     num_problems: int = 24
     """Of an update, with 16 responses each."""
     num_validation: int = 200
-    num_test: int = 300
+    num_test: int = 400
     samples: int = 3
 
 
