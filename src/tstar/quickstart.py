@@ -91,17 +91,14 @@ class Sizes:
 
 FULL = Sizes()
 SMOKE = Sizes(
-    data="chain:1",
-    hidden_size=64,
-    num_layers=3,
-    num_examples=2000,
+    num_examples=4000,
     ar_steps=250,
-    b4_steps=300,
+    b4_steps=280,
     jump_steps=60,
     updates_per_stage=(3, 4, 6),
     direct_updates=(7, 13),
     cold_start_steps=60,
-    cold_start_problems=400,
+    cold_start_problems=800,
     num_problems=8,
     num_validation=50,
     num_test=60,
