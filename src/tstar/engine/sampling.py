@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
+
+from tstar.model.linear import linear
 
 RUN_LENGTH = 128
 """Tokens of the vocabulary summed up together."""
@@ -111,7 +112,7 @@ def read_distribution(
     step = max(1, max_logits // len(output_weight))
     for start in range(0, len(hidden), step):
         reads = slice(start, start + step)
-        logits = F.linear(hidden[reads], output_weight)
+        logits = linear(hidden[reads], output_weight)
         if excluded is not None:
             logits[:, excluded] = -torch.inf
         _read_portion(logits, draws.part(reads), out[reads])

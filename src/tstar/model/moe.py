@@ -12,6 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from tstar.model.config import ModelConfig
+from tstar.model.linear import Linear, linear
 
 
 class SparseMlp(nn.Module):
@@ -19,7 +20,7 @@ class SparseMlp(nn.Module):
         super().__init__()
         assert config.moe is not None
         self.moe = config.moe
-        self.gate = nn.Linear(config.hidden_size, config.moe.num_experts, bias=False)
+        self.gate = Linear(config.hidden_size, config.moe.num_experts, bias=False)
         self.experts = Experts(config)
 
     def forward(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
@@ -72,6 +73,6 @@ class Experts(nn.Module):
         outputs = []
         for expert, own in enumerate(torch.split(rows, counts.tolist())):
             if len(own):
-                gate, up = F.linear(own, self.gate_up_proj[expert]).chunk(2, -1)
-                outputs.append(F.linear(F.silu(gate) * up, self.down_proj[expert]))
+                gate, up = linear(own, self.gate_up_proj[expert]).chunk(2, -1)
+                outputs.append(linear(F.silu(gate) * up, self.down_proj[expert]))
         return torch.cat(outputs)

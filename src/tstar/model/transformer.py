@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tstar.model.attention import Attention
 from tstar.model.config import ModelConfig
 from tstar.model.elementwise import rms_norm, swiglu
+from tstar.model.linear import Linear, linear
 from tstar.model.moe import SparseMlp
 from tstar.model.rope import RotaryAngles, rotary_angles, rotate
 
@@ -30,7 +30,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
         self,
@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "chosen hidden"]) -> Float[Tensor, "chosen vocab"]:
         """The LM head on those hidden states that somebody wants to read."""
-        return F.linear(hidden, self.output_weight)
+        return linear(hidden, self.output_weight)
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
@@ -146,10 +146,10 @@ class SelfAttention(nn.Module):
             config.num_attention_heads * config.head_dim,
             config.num_key_value_heads * config.head_dim,
         )
-        self.q_proj = nn.Linear(config.hidden_size, heads, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(heads, config.hidden_size, bias=config.output_bias)
+        self.q_proj = Linear(config.hidden_size, heads, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
+        self.o_proj = Linear(heads, config.hidden_size, bias=config.output_bias)
         self.has_qk_norm = config.family.has_qk_norm
         if self.has_qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -177,9 +177,9 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
         out: Tensor = self.down_proj(swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
