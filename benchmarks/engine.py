@@ -5,9 +5,9 @@
 
 Sections, each a name for --only:
 
-    loops     64 requests, and one request, against the plain block-diffusion loop (batch 1,
-              a commit forward per block, logits and probabilities of the whole block:
-              `reference.plain_loop`)
+    loops     64 requests, and one request, against the plain block-diffusion loop that people use (batch 1,
+              a commit forward per block, logits and probabilities of the whole block) on transformers'
+              model, and against the same loop on this model (`reference.plain_loop`)
     ar        one request that finalises 3 tokens a step, against transformers' AR `generate` on the
               same weights
     overhead  time that the engine adds to its denoising forwards, for the shape and for 1M parameters
@@ -160,30 +160,80 @@ def verdict(value: float, goal: float | None, at_most: bool = False) -> str:
     return f"  goal {'<=' if at_most else '>='} {goal:g} {'met' if is_met else 'MISSED'}"
 
 
+@torch.no_grad()
+def peer_loop(peer: transformers.Qwen3ForCausalLM, request: Request, mask_token: int) -> np.ndarray:
+    """The plain loop on transformers' model and cache, as the public implementations have it; greedy."""
+    block_size, device = request.rule.block_size, peer.device
+    per_step, num_tokens = request.sampling.unmask.tokens_per_step, request.sampling.max_tokens
+    prompt = torch.from_numpy(request.prompt_ids.copy())
+    start, cache = len(prompt), transformers.DynamicCache()
+    text = torch.cat([prompt, torch.full((num_tokens,), mask_token)])[None].to(device)
+
+    def feed(start: int, stop: int, mask: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(start, stop, device=device)[None]
+        out = peer(text[:, start:stop], attention_mask=mask, past_key_values=cache, position_ids=positions)
+        return out.logits[0]
+
+    blocks = torch.arange(start, device=device) // block_size
+    see_all = torch.zeros(1, 1, start, start, dtype=peer.dtype, device=device)
+    feed(0, start, see_all.masked_fill(blocks[:, None] < blocks, -torch.inf))
+    for first in range(start, start + num_tokens, block_size):
+        stop = first + block_size
+        see_all = torch.zeros(1, 1, block_size, stop, dtype=peer.dtype, device=device)
+        while (is_masked := text[0, first:stop] == mask_token).any():
+            logits = feed(first, stop, see_all)
+            cache.crop(first - stop)
+            logits[:, mask_token] = -torch.inf
+            confidence, tokens = torch.softmax(logits.float(), dim=-1).max(-1)
+            confidence = torch.where(is_masked, confidence, -1)
+            surest = confidence.topk(min(per_step, int(is_masked.sum()))).indices
+            text[0, first + surest] = tokens[surest]
+        if stop < text.shape[1]:
+            feed(first, stop, see_all)
+    return text[0, start:].cpu().numpy()
+
+
+def make_peer(bench: Bench, model: LanguageModel) -> transformers.Qwen3ForCausalLM:
+    """transformers' model on the same weights."""
+    peer = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPES[bench.shape]))
+    peer = peer.to(bench.device, bench.dtype)
+    peer.load_state_dict(model.state_dict(), assign=True, strict=False)
+    peer.tie_weights()
+    return peer
+
+
 def measure_loops(bench: Bench) -> None:
     model = bench.model()
-    engine = bench.engine(model)
+    engine, peer = bench.engine(model), make_peer(bench, model)
+    mask_token = model.config.mask_token_id
+    assert mask_token is not None
     name = str(bench.dtype).removeprefix("torch.")
-    for title, count, num_plain in (("64 requests", 64, 2), ("one request", 1, 1)):
-        requests = make_requests(count, bench.num_tokens)
-        plain, ours = seconds(
-            lambda requests=requests[:num_plain]: [reference.plain_loop(model, r) for r in requests],
-            lambda requests=requests: engine.generate(requests),
-            rounds=bench.rounds,
-        )
-        plain, ours = (n * bench.num_tokens / taken for n, taken in ((num_plain, plain), (count, ours)))
+    many = make_requests(64, bench.num_tokens)
+    if bench.dtype == torch.float32:  # in 16 bits, texts of random weights part
+        texts = peer_loop(peer, many[0], mask_token), engine.generate(many[:1])[0].response_ids
+        assert (texts[0] == texts[1]).all(), "the loops do not decode the same text"
+    theirs, plain, *ours = seconds(
+        lambda: peer_loop(peer, many[0], mask_token),
+        lambda: reference.plain_loop(model, many[0]),
+        lambda: engine.generate(many),
+        lambda: engine.generate(many[:1]),
+        rounds=bench.rounds,
+    )
+    theirs, plain = bench.num_tokens / theirs, bench.num_tokens / plain
+    for title, count, taken in (("64 requests", 64, ours[0]), ("one request", 1, ours[1])):
+        own = count * bench.num_tokens / taken
         goal = GOALS[title] if not isinstance(GOALS[title], dict) else GOALS[title].get(name)
         bench.say(
-            f"{title:<12} x {bench.num_tokens} tokens: engine {ours:8.1f} tokens/s, plain loop {plain:7.1f}: "
-            f"{ours / plain:5.2f}x" + verdict(ours / plain, goal if bench.device == "cpu" else None)
+            f"{title:<12} x {bench.num_tokens} tokens: engine {own:8.1f} tokens/s, transformers in the plain "
+            f"loop {theirs:6.1f}: {own / theirs:5.2f}x"
+            + verdict(own / theirs, goal if bench.device == "cpu" else None)
+            + f"; this model in it {plain:6.1f}: {own / plain:5.2f}x"
         )
 
 
 def measure_ar(bench: Bench) -> None:
     model = bench.model()
-    peer = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPES[bench.shape]))
-    peer = peer.to(bench.device, bench.dtype)
-    peer.load_state_dict(model.state_dict(), assign=True, strict=False)  # one set of weights
+    peer = make_peer(bench, model)
     ar_model = bench.model(is_diffusion=False)
     ar_model.load_state_dict(model.state_dict(), assign=True)
     num_tokens = bench.num_tokens // 3 * 3
