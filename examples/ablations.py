@@ -20,6 +20,7 @@ from pathlib import Path
 from tstar import quickstart
 from tstar.quickstart import POLICIES, Task
 
+BLOCK_SIZES = (4, 8, 16)
 TARGET = 16
 
 
@@ -33,13 +34,24 @@ class Arm:
     overrides: tuple[str, ...] = ()
 
 
+def stages(updates: tuple[int, int, int]) -> tuple[str, ...]:
+    """So many updates at each block size."""
+    return tuple(
+        f"curriculum.stages.{block_size}.num_updates={count}"
+        for block_size, count in zip(BLOCK_SIZES, updates, strict=True)
+    )
+
+
 def arms(updates: tuple[int, int, int]) -> dict[str, Arm]:
     """Every arm; T* has so many updates at B = 4, 8, 16, the direct ones as many in all."""
-    stages = tuple(
-        f"curriculum.stages.{block_size}.num_updates={count}"
-        for block_size, count in zip((4, 8, TARGET), updates, strict=True)
+    total_updates = sum(updates)
+    total = (f"curriculum.updates_per_stage={total_updates}",)
+    # A twelfth of the updates at B = 4, as many at B = 8, the rest at the target.
+    early = stages((total_updates // 12, total_updates // 12, total_updates - 2 * (total_updates // 12)))
+    rising = tuple(
+        f"curriculum.stages.{block_size}.policies=[{{kind: static, tokens_per_step: {block_size // 4}}}]"
+        for block_size in BLOCK_SIZES
     )
-    total = (f"curriculum.updates_per_stage={sum(updates)}",)
     high = ("trainer.optimizer.learning_rate=4.0e-4",)
     cold = "{num_problems: 3000, num_samples: 1, num_steps: 150, batch_size: 64, learning_rate: 1.0e-3, "
     cold += "policy: {kind: static}}"
@@ -49,7 +61,7 @@ def arms(updates: tuple[int, int, int]) -> dict[str, Arm]:
     )
 
     def tstar(*overrides: str) -> Arm:
-        return Arm("quickstart-tstar", "b4", stages + overrides)
+        return Arm("quickstart-tstar", "b4", stages(updates) + overrides)
 
     def direct(*overrides: str, base: str = "b16") -> Arm:
         return Arm("quickstart-direct-b16", base, total + overrides)
@@ -64,6 +76,8 @@ def arms(updates: tuple[int, int, int]) -> dict[str, Arm]:
         "tstar-step-norm-length": tstar("trainer.objective.step_norm=length"),
         "tstar-value": tstar("trainer.value={optimizer: {learning_rate: 2.0e-4, warmup_steps: 4}}"),
         "tstar-plateau": tstar("curriculum.plateau={patience: 2}", "validation.every=5"),
+        "tstar-early": tstar(*early),
+        "tstar-early-rising-k": tstar(*early, *rising),
         "tstar-high-lr": tstar(*high),
         "direct-high-lr": direct(*high),
         "direct-cold-start": direct(f"curriculum.stages.{TARGET}.cold_start={cold}"),
