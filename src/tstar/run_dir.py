@@ -69,6 +69,12 @@ class RunDir:
             raise UserError(f"{path}: is no run, {CONFIG_FILE} is missing; give the directory of a run")
         return cls(path)
 
+    def remove_unused(self) -> None:
+        """Remove the run unless something has come of it: a checkpoint, a response, an evaluation."""
+        made = (self._checkpoints, self.rollouts, self.evaluations)
+        if not any(directory.is_dir() and any(directory.iterdir()) for directory in made):
+            shutil.rmtree(self.path, ignore_errors=True)
+
     @property
     def config_yaml(self) -> str:
         return (self.path / CONFIG_FILE).read_text(encoding="utf-8")

@@ -101,6 +101,24 @@ def test_a_run_that_the_guard_ends_has_another(
     assert "stopped after update" in shown
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rewards={terms: [{name: 'nowhere:reward'}]}", "nowhere"),
+        ("engine.memory=20000", "memory"),
+        ("rollout.max_tokens=100000", "max_tokens"),
+    ],
+)
+def test_a_run_refused_before_its_first_answer_leaves_no_directory(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    run = tmp_path / "run"
+    assert cli.main(["train", recipe, override, "--out", str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not run.exists()
+
+
 def test_dry_run_with_a_model_estimates(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

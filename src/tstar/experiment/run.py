@@ -60,7 +60,8 @@ class Parts:
 def start(
     config: RunConfig, directory: Path, watch: Watch | None = None, parallel: Parallel = ALONE
 ) -> Progress:
-    """A new run, to its end; its directory appears once model and data are there.
+    """A new run, to its end; its directory appears once model and data are there, and does not stay where
+    the run is refused before it has begun.
 
     parallel: the processes that do this together; all call it alike."""
     parallel.on_main(lambda: RunDir.check_free(directory))  # before anything large is read
@@ -70,8 +71,13 @@ def start(
         require_installed(name)
     policy = make_policy(config, parallel)
     run = parallel.on_main(lambda: RunDir.create(directory, to_yaml(config)))
-    with _locked(run, parallel):
-        return _train(run, config, Parts(policy, problems, rewards), watch or Watch(), parallel)
+    try:
+        with _locked(run, parallel):
+            return _train(run, config, Parts(policy, problems, rewards), watch or Watch(), parallel)
+    except UserError as refusal:
+        if parallel.is_main and not _is_from_disk(refusal):
+            run.remove_unused()  # refused at its first use: a reward, too little memory
+        raise
 
 
 def resume(directory: Path, watch: Watch | None = None, parallel: Parallel = ALONE) -> Progress:
@@ -131,6 +137,11 @@ def resolved(config: RunConfig, processes_per_machine: int = 1) -> RunConfig:
 
 
 # -- private -----------------------------------------------------------------------------------
+
+
+def _is_from_disk(error: BaseException | None) -> bool:
+    """Whether something could not be written: such a run can go on, and says so."""
+    return error is not None and (isinstance(error, OSError) or _is_from_disk(error.__cause__))
 
 
 def _train(run: RunDir, config: RunConfig, parts: Parts, watch: Watch, parallel: Parallel) -> Progress:
