@@ -53,6 +53,7 @@ def arms(updates: tuple[int, int, int]) -> dict[str, Arm]:
         for block_size in BLOCK_SIZES
     )
     high = ("trainer.optimizer.learning_rate=4.0e-4",)
+    one_at_a_time = "curriculum.cold_start.policy={kind: static}"  # what a cold start learns is decoded so
     cold = "{num_problems: 3000, num_samples: 1, num_steps: 150, batch_size: 64, learning_rate: 1.0e-3, "
     cold += "policy: {kind: static}}"
     mixture = (
@@ -76,7 +77,9 @@ def arms(updates: tuple[int, int, int]) -> dict[str, Arm]:
         "tstar-step-norm-length": tstar("trainer.objective.step_norm=length"),
         "tstar-value": tstar("trainer.value={optimizer: {learning_rate: 2.0e-4, warmup_steps: 4}}"),
         "tstar-plateau": tstar("curriculum.plateau={patience: 2}", "validation.every=5"),
+        "tstar-cold-k1": tstar(one_at_a_time),
         "tstar-early": tstar(*early),
+        "tstar-early-cold-k1": tstar(*early, one_at_a_time),
         "tstar-early-rising-k": tstar(*early, *rising),
         "tstar-high-lr": tstar(*high),
         "direct-high-lr": direct(*high),
