@@ -74,7 +74,7 @@ def make_requests(workload: Workload) -> list[Request]:
 
 
 def kept_bytes(model: LanguageModel, trajectories: list[Trajectory], workload: Workload) -> tuple[int, int]:
-    """What autograd keeps of one pack's layers, and the pack's tokens."""
+    """What autograd keeps of one pack's layers (the head keeps its logits itself), and the pack's tokens."""
     rule = PartitionRule(workload.block_size)
     pack = replay(trajectories, rule, MODEL.vocab_size - 1, workload.token_budget)[0]
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -137,9 +137,8 @@ def compare(cluster: Cluster, block_size: int, dtype: torch.dtype, k: int, clock
     show("replayed tokens", tokens / 1e3, update.num_tokens / 1e3, "k ")
     num_bytes, num_tokens = kept_bytes(model, trajectories, workload)
     memory = plan_memory(workload, cluster)
-    share = num_tokens / max(workload.token_budget, workload.replay_tokens)
-    logits = min(1 << 26, num_tokens * MODEL.vocab_size) * workload.itemsize
-    show("activations", memory.bytes_of("activations") * share / 2**20, (num_bytes - logits) / 2**20, "MiB")
+    share = num_tokens / workload.pack_tokens
+    show("activations", memory.bytes_of("activations") * share / 2**20, num_bytes / 2**20, "MiB")
 
 
 def main() -> None:

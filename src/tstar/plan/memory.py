@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tstar.model.attention.tiled import MAX_KEPT_WEIGHTS
 from tstar.model.config import ModelConfig
 from tstar.plan.cost import ModelCost
 from tstar.plan.device import Amount, Cluster
@@ -64,7 +65,7 @@ def plan_memory(workload: Workload, cluster: Cluster) -> Memory:
     largest = trained_layer_params(workload.model)
     is_cpu = cluster.device.name == "cpu"
     portion, kept = _CPU_LOGITS if is_cpu else _GPU_LOGITS
-    num_logits = min(kept, workload.token_budget * workload.model.vocab_size)
+    num_logits = min(kept, workload.pack_tokens * workload.action_share * workload.model.vocab_size)
     sampled = _SAMPLER_LOGITS["cpu" if is_cpu else "cuda"] * _BYTES_PER_SAMPLED_LOGIT
     # One device: the engine reads the trainer's own weights. Shards: each layer is gathered while in use.
     weights = held * item if not is_sharded else 2 * largest * item
@@ -75,7 +76,7 @@ def plan_memory(workload: Workload, cluster: Cluster) -> Memory:
         Part("gradients", trained * 4 / size + (largest * 4 if is_sharded else 0), False, True),
         Part("base model", cost.num_params * item / size if workload.has_base else 0.0, True, True),
         Part("engine weights", cost.num_params * item if is_sharded else 0.0, True, False),
-        Part("activations", activation_bytes(workload), False, True),
+        Part("activations", activation_bytes(workload, is_cpu), False, True),
         Part("logits", num_logits * item + portion * (item + 8), False, True),
         Part("sampler's logits", sampled, True, False),
     ]
@@ -89,30 +90,31 @@ def plan_memory(workload: Workload, cluster: Cluster) -> Memory:
     return Memory(tuple(p for p in parts if p.num_bytes), available, num_requests)
 
 
-def activation_bytes(workload: Workload) -> Amount:
-    """What a training forward keeps for its backward pass."""
-    tokens = max(float(workload.token_budget), workload.replay_tokens)
-    layers = workload.model.num_hidden_layers
-    inside = layer_numbers_per_token(workload.model)
+def activation_bytes(workload: Workload, keeps_weights: bool) -> Amount:
+    """What a training forward keeps for its backward pass; attention weights on a CPU alone."""
+    tokens, layers = workload.pack_tokens, workload.model.num_hidden_layers
+    pairs = workload.replay_pairs / workload.replay_tokens * workload.model.num_attention_heads
+    weights = min(tokens * pairs, MAX_KEPT_WEIGHTS) if keeps_weights else 0.0
+    inside = tokens * layer_numbers_per_token(workload.model) + weights
     if workload.recompute_activations:
-        kept = layers * workload.model.hidden_size + inside
+        kept = layers * tokens * 2 * workload.model.hidden_size + inside  # the inputs of a layer's halves
     else:
         kept = layers * inside
-    return tokens * kept * workload.itemsize
+    return kept * workload.itemsize
 
 
 def layer_numbers_per_token(model: ModelConfig) -> Amount:
-    """Numbers that one layer keeps for each token without recomputation.
+    """Numbers that one layer keeps for each token without recomputation, beside attention weights.
 
-    The stream before each norm and after it (4 hidden); queries and keys before their norm, after it and
-    rotated; values, and what attention returns; gate, up, silu(gate) and their product. With experts, the
-    last four and the rows around them for each expert of the token.
+    The stream before each norm and after it (4 hidden); queries and keys before their norm, where they have
+    one, and rotated; values, and what attention returns; gate, up and their product. With experts, those
+    three, silu(gate) and the rows around them for each expert of the token.
     """
     heads, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    copies = 3 if model.family.has_qk_norm else 2
+    copies = 2 if model.family.has_qk_norm else 1
     attention = copies * (heads + kv) + kv + heads
     if model.moe is None:
-        inner = 4 * model.intermediate_size
+        inner = 3 * model.intermediate_size
     else:
         inner = model.moe.num_experts_per_tok * (5 * model.moe.moe_intermediate_size + 3 * model.hidden_size)
     return 4 * model.hidden_size + attention + inner

@@ -97,6 +97,17 @@ class Workload:
         return self.prompt_length / self.num_samples + clean + self.noisy_tokens
 
     @property
+    def pack_tokens(self) -> Amount:
+        """Of one training forward: the budget, also where a response has more and is spread over several;
+        beside the clean text that its copies see there is room for as many of these."""
+        return max(float(self.token_budget), 2.0 * (self.prompt_length + self.response_length))
+
+    @property
+    def action_share(self) -> Amount:
+        """Of replayed tokens: those whose log-probs are read."""
+        return self.response_length / self.replay_tokens
+
+    @property
     def replay_pairs(self) -> Amount:
         """(query, key) pairs that attention computes for one response."""
         half = self.response_length / 2
