@@ -85,6 +85,7 @@ def arms(updates: tuple[int, int, int]) -> dict[str, Arm]:
         "direct-high-lr": direct(*high),
         "direct-cold-start": direct(f"curriculum.stages.{TARGET}.cold_start={cold}"),
         "direct-mixture": direct(mixture),
+        "direct-cold-start-mixture": direct(f"curriculum.stages.{TARGET}.cold_start={cold}", mixture),
         "direct-from-b8": direct(base="b8"),
     }
 
