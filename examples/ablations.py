@@ -47,7 +47,8 @@ def arms(updates: tuple[int, int, int]) -> dict[str, Arm]:
     total_updates = sum(updates)
     total = (f"curriculum.updates_per_stage={total_updates}",)
     # A twelfth of the updates at B = 4, as many at B = 8, the rest at the target.
-    early = stages((total_updates // 12, total_updates // 12, total_updates - 2 * (total_updates // 12)))
+    twelfth = max(1, total_updates // 12)
+    early = stages((twelfth, twelfth, total_updates - 2 * twelfth))
     rising = tuple(
         f"curriculum.stages.{block_size}.policies=[{{kind: static, tokens_per_step: {block_size // 4}}}]"
         for block_size in BLOCK_SIZES

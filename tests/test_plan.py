@@ -14,8 +14,10 @@ from tiny_models import PEERS, make_config
 from tstar.cli import main
 from tstar.engine import Engine, EngineConfig, Request, SamplingParams
 from tstar.errors import UserError
-from tstar.model.attention import tiled
+from tstar.model.attention import prepare, tiled
 from tstar.model.attention.store import KVStore
+from tstar.model.config import ModelConfig
+from tstar.model.layout import PackedLayout
 from tstar.model.transformer import LanguageModel
 from tstar.partition import PartitionRule
 from tstar.plan import DEVICES, Cluster, Workload, advise, measure, plan_memory, plan_time
@@ -24,6 +26,7 @@ from tstar.plan.memory import layer_numbers_per_token
 from tstar.plan.shapes import SHAPES, shape_named
 from tstar.plan.timing import simulate
 from tstar.replay import replay
+from tstar.trajectory import ForwardCounts, Trajectory
 from tstar.unmask import UnmaskPolicy
 
 H200 = DEVICES["h200"]
@@ -55,7 +58,6 @@ def test_published_shapes_have_their_sizes() -> None:
 def test_flops_are_those_that_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from tstar.model.attention import prepare
     from tstar.model.layout import PackedLayout
 
     config = make_config("qwen3", head_dim=16)
@@ -93,34 +95,54 @@ def test_replayed_tokens_and_forwards_are_those_of_a_decoded_batch() -> None:
 @pytest.mark.parametrize("model_type", ["sdar", "llama"])
 def test_activations_are_what_autograd_keeps(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "MAX_KEPT_WEIGHTS", 0)  # attention weights are a part of their own
-    config = make_config(
-        model_type,
-        hidden_size=256,
-        head_dim=64,
-        num_attention_heads=4,
-        intermediate_size=768,
-        num_hidden_layers=2,
-    )
-    model = LanguageModel(config)
-    model.initialise(torch.Generator().manual_seed(0))
-    from tstar.model.attention import prepare
-    from tstar.model.layout import PackedLayout
-
     layout = PackedLayout.causal([16] * 32)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def measure_kept(num_layers: int) -> tuple[ModelConfig, float]:
+        """Numbers for each token."""
+        sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "intermediate_size": 768}
+        config = make_config(model_type, **sizes, num_hidden_layers=num_layers)
+        model = LanguageModel(config)
+        model.initialise(torch.Generator().manual_seed(0))
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept: dict[int, int] = {}
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model(torch.zeros(layout.num_tokens, dtype=torch.int64), prepare(layout))
-    measured = sum(kept.values()) / (4 * layout.num_tokens * config.num_hidden_layers)
-    assert hidden.requires_grad
-    assert layer_numbers_per_token(config) == pytest.approx(measured, rel=0.05)
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = model(torch.zeros(layout.num_tokens, dtype=torch.int64), prepare(layout))
+        assert hidden.requires_grad
+        return config, sum(kept.values()) / (4 * layout.num_tokens)
+
+    config, less = measure_kept(2)
+    _, more = measure_kept(3)
+    assert layer_numbers_per_token(config) == pytest.approx(more - less, rel=0.01)
+
+
+def test_no_pack_is_larger_than_is_planned() -> None:
+    """However long a response is; `replay` spreads it over packs of its clean text and as much of copies."""
+    rule = PartitionRule(8)
+    for length, budget in ((24, 4096), (512, 256), (2048, 1024)):
+        partition = rule.cut(48, length)
+        steps = np.arange(length, dtype=np.int64)
+        trajectory = Trajectory(
+            prompt_ids=np.zeros(48, dtype=np.int64),
+            response_ids=np.zeros(length, dtype=np.int64),
+            unmask_step=steps,
+            log_probs=np.zeros(length, dtype=np.float32),
+            stop_length=length,
+            finish_reason="length",
+            partition=partition,
+            forwards=ForwardCounts(denoise=length),
+            weight_version=0,
+            seed=0,
+        )
+        own = workload(prompt_length=48, response_length=24, max_response_length=length, token_budget=budget)
+        packs = replay([trajectory] * 3, rule, 9, budget)
+        assert max(pack.layout.num_tokens for pack in packs) <= own.pack_tokens
 
 
 def test_memory_of_one_device_and_of_shards() -> None:

@@ -43,6 +43,32 @@ def test_directories_that_are_refused(run: RunDir, tmp_path: Path) -> None:
         RunDir.open(tmp_path)
 
 
+def test_an_unused_run_makes_room_for_another(run: RunDir) -> None:
+    run.metrics.write_text("{}\n")
+    (run.path / "run.lock").touch()
+    run.empty_unused()
+    assert list(run.path.iterdir()) == []
+    assert RunDir.create(run.path, "seed: 1\n").config_yaml == "seed: 1\n"
+
+
+@pytest.mark.parametrize("name", ["checkpoints/000001", "rollouts/000001.jsonl.gz", "eval/000000-b4"])
+def test_a_run_of_which_something_has_come_stays(run: RunDir, name: str) -> None:
+    (run.path / name).touch()
+    run.empty_unused()
+    assert (run.path / name).exists()
+    assert RunDir.open(run.path).config_yaml == "seed: 0\n"
+
+
+def test_a_run_with_two_events_stays_and_so_does_what_others_put_there(run: RunDir) -> None:
+    run.metrics.write_text("{}\n{}\n")
+    run.empty_unused()
+    assert RunDir.open(run.path).metrics.exists()
+    run.metrics.write_text("{}\n")
+    (run.path / "notes.txt").touch()
+    run.empty_unused()
+    assert [path.name for path in run.path.iterdir()] == ["notes.txt"]
+
+
 def test_checkpoints_are_whole_numbered_and_pruned(run: RunDir) -> None:
     for number in (3, 40, 7):
         assert run.save_checkpoint(number, fill(str(number))) == run.checkpoint_path(number)  # type: ignore[arg-type]

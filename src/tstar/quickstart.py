@@ -69,15 +69,15 @@ class Sizes:
     """How much of everything."""
 
     data: str = "chain:9"
-    hidden_size: int = 96
+    hidden_size: int = 128
     num_layers: int = 3
     num_examples: int = 8000
     ar_steps: int = 400
-    b4_steps: int = 500
+    b4_steps: int = 600
     jump_steps: int = 150
-    updates_per_stage: tuple[int, ...] = (30, 30, 60)
+    updates_per_stage: tuple[int, ...] = (20, 20, 40)
     """T*'s, at B = 4, 8, 16."""
-    direct_updates: tuple[int, ...] = (60, 120)
+    direct_updates: tuple[int, ...] = (40, 80)
     """Direct TraceRL's at B = 8 and 16: as many as T* has had there in all."""
     cold_start_steps: int = 150
     """T*'s at each expansion: as many as a base's jump has."""
@@ -91,6 +91,7 @@ class Sizes:
 
 FULL = Sizes()
 SMOKE = Sizes(
+    hidden_size=96,
     num_examples=4000,
     ar_steps=250,
     b4_steps=280,
@@ -133,7 +134,7 @@ def _bases(sizes: Sizes, out: Path, seed: int) -> Iterator[Task]:
             arguments,
             out / name,
             (needs,) if needs else (),
-            steps * (0.1 if name == "ar" else 0.18),
+            steps * (0.13 if name == "ar" else 0.24),
             steps,
             "optimizer_step",
             num_threads=threads,
@@ -142,7 +143,7 @@ def _bases(sizes: Sizes, out: Path, seed: int) -> Iterator[Task]:
     ar = ("--objective=ar", "--learning-rate=2e-3")
     yield sft("ar", "an AR model", sizes.ar_steps, *ar, threads=2)
     mixed = ("--block-sizes", "4", "8", "16", "--block-size-weights", "0.6", "0.25", "0.15")
-    yield sft("b4", "base, B = 4", sizes.b4_steps, "--learning-rate=1e-3", *mixed, needs="ar", threads=2)
+    yield sft("b4", "base, B = 4", sizes.b4_steps, "--learning-rate=2e-3", *mixed, needs="ar", threads=2)
     for block_size in BLOCK_SIZES[1:]:
         options = ("--learning-rate=1e-3", "--block-sizes", str(block_size))
         name, title = f"b{block_size}", f"base, B = {block_size}"
@@ -172,12 +173,12 @@ def _training(sizes: Sizes, out: Path, seed: int) -> Iterator[Task]:
     )
     num_updates = sum(sizes.updates_per_stage)
     yield train(
-        "tstar", "T*: B = 4, 8, 16", "quickstart-tstar", "b4", num_updates, 3.0 * num_updates, *cold, *stages
+        "tstar", "T*: B = 4, 8, 16", "quickstart-tstar", "b4", num_updates, 4.8 * num_updates, *cold, *stages
     )
     for block_size, count in reversed(list(zip(BLOCK_SIZES[1:], sizes.direct_updates, strict=True))):
         name, updates = f"direct-b{block_size}", f"curriculum.updates_per_stage={count}"
         title = f"direct TraceRL, B = {block_size}"
-        yield train(name, title, f"quickstart-{name}", f"b{block_size}", count, 2.7 * count, updates)
+        yield train(name, title, f"quickstart-{name}", f"b{block_size}", count, 3.6 * count, updates)
 
 
 def _evaluations(sizes: Sizes, out: Path, seed: int) -> Iterator[Task]:

@@ -69,11 +69,18 @@ class RunDir:
             raise UserError(f"{path}: is no run, {CONFIG_FILE} is missing; give the directory of a run")
         return cls(path)
 
-    def remove_unused(self) -> None:
-        """Remove the run unless something has come of it: a checkpoint, a response, an evaluation."""
-        made = (self._checkpoints, self.rollouts, self.evaluations)
-        if not any(directory.is_dir() and any(directory.iterdir()) for directory in made):
-            shutil.rmtree(self.path, ignore_errors=True)
+    def empty_unused(self) -> None:
+        """Take away what `create` and a first event have made, unless more has come of the run; another
+        one can take its place then. What is not the run's own stays."""
+        own = (self._checkpoints, self.rollouts, self.evaluations)
+        num_events = len(self.metrics.read_bytes().splitlines()) if self.metrics.is_file() else 0
+        if num_events > 1 or any(directory.is_dir() and any(directory.iterdir()) for directory in own):
+            return
+        for directory in own:
+            if directory.is_dir():
+                directory.rmdir()
+        for file in (self.path / CONFIG_FILE, self.metrics, self.path / LOCK_FILE):
+            file.unlink(missing_ok=True)
 
     @property
     def config_yaml(self) -> str:

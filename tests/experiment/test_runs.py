@@ -25,8 +25,10 @@ from tstar.curriculum import InterruptedRunError
 from tstar.errors import UserError
 from tstar.evaluate import read_evaluation
 from tstar.experiment import Interrupts, Watch, open_run
+from tstar.experiment.run import _is_refusal
 from tstar.model.checkpoint import load_config, load_model
 from tstar.optimizer import NonFiniteGradientError
+from tstar.parallel import LostProcessError
 from tstar.run_dir import RunDir
 from tstar.schedule import DecodedResponse
 from tstar.trainer import Trainer
@@ -424,6 +426,7 @@ def test_what_else_cannot_be_written_is_said_too(
     with pytest.raises(UserError, match=r"metrics.jsonl: could not be written .* there is no checkpoint"):
         finish(tmp_path / "metrics", tiny_config(base))
     monkeypatch.undo()
+    assert RunDir.open(tmp_path / "metrics").latest_checkpoint is None  # --resume can begin it anew
 
     def block(event: str, *_: object) -> None:
         if event == "stage":
@@ -432,6 +435,16 @@ def test_what_else_cannot_be_written_is_said_too(
 
     with pytest.raises(UserError, match=r"eval/000000-b4: could not be written \(File exists.* --resume"):
         finish(tmp_path / "evaluations", tiny_config(base), Watch(block))
+    RunDir.open(tmp_path / "evaluations")
+
+
+def test_a_run_that_can_go_on_is_no_refusal() -> None:
+    full = UserError("run: could not be written")
+    full.__cause__ = UserError("deeper")
+    full.__cause__.__cause__ = OSError(28, "No space left on device")
+    assert not _is_refusal(full)
+    assert not _is_refusal(LostProcessError("another process of this job is gone; --resume"))
+    assert _is_refusal(UserError("rewards: no module named nowhere"))
 
 
 def test_rollouts_stay_within_their_limit(base: Path, tmp_path: Path) -> None:

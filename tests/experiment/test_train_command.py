@@ -109,14 +109,15 @@ def test_a_run_that_the_guard_ends_has_another(
         ("rollout.max_tokens=100000", "max_tokens"),
     ],
 )
-def test_a_run_refused_before_its_first_answer_leaves_no_directory(
+def test_a_run_refused_before_its_first_answer_leaves_an_empty_directory(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     run = tmp_path / "run"
     assert cli.main(["train", recipe, override, "--out", str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-    assert not run.exists()
+    assert list(run.iterdir()) == []
+    RunDir.check_free(run)
 
 
 def test_dry_run_with_a_model_estimates(

@@ -22,7 +22,7 @@ from tstar.experiment.policy import Policy
 from tstar.experiment.sharded import make_policy
 from tstar.experiment.team import SilentJournal, Team
 from tstar.experiment.world import Problems, RunWorld, Tools, read_state
-from tstar.parallel import ALONE, Parallel
+from tstar.parallel import ALONE, LostProcessError, Parallel
 from tstar.rewards import Rewards
 from tstar.run_dir import CONFIG_FILE, RunDir
 from tstar.tasks import open_problem_set, open_problems
@@ -60,7 +60,7 @@ class Parts:
 def start(
     config: RunConfig, directory: Path, watch: Watch | None = None, parallel: Parallel = ALONE
 ) -> Progress:
-    """A new run, to its end; its directory appears once model and data are there, and does not stay where
+    """A new run, to its end; its directory appears once model and data are there, and is empty again where
     the run is refused before it has begun.
 
     parallel: the processes that do this together; all call it alike."""
@@ -71,13 +71,13 @@ def start(
         require_installed(name)
     policy = make_policy(config, parallel)
     run = parallel.on_main(lambda: RunDir.create(directory, to_yaml(config)))
-    try:
-        with _locked(run, parallel):
+    with _locked(run, parallel):
+        try:
             return _train(run, config, Parts(policy, problems, rewards), watch or Watch(), parallel)
-    except UserError as refusal:
-        if parallel.is_main and not _is_from_disk(refusal):
-            run.remove_unused()  # refused at its first use: a reward, too little memory
-        raise
+        except UserError as error:
+            if parallel.is_main and _is_refusal(error):
+                run.empty_unused()
+            raise
 
 
 def resume(directory: Path, watch: Watch | None = None, parallel: Parallel = ALONE) -> Progress:
@@ -139,9 +139,12 @@ def resolved(config: RunConfig, processes_per_machine: int = 1) -> RunConfig:
 # -- private -----------------------------------------------------------------------------------
 
 
-def _is_from_disk(error: BaseException | None) -> bool:
-    """Whether something could not be written: such a run can go on, and says so."""
-    return error is not None and (isinstance(error, OSError) or _is_from_disk(error.__cause__))
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether something cannot be as it was asked for: a reward, too little memory. A run whose disk is full
+    or that has lost a process can go on, and says so."""
+    if isinstance(error, OSError | LostProcessError):
+        return False
+    return error is None or _is_refusal(error.__cause__)
 
 
 def _train(run: RunDir, config: RunConfig, parts: Parts, watch: Watch, parallel: Parallel) -> Progress:

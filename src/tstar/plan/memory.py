@@ -107,8 +107,8 @@ def layer_numbers_per_token(model: ModelConfig) -> Amount:
     """Numbers that one layer keeps for each token without recomputation, beside attention weights.
 
     The stream before each norm and after it (4 hidden); queries and keys before their norm, where they have
-    one, and rotated; values, and what attention returns; gate, up and their product. With experts, those
-    three, silu(gate) and the rows around them for each expert of the token.
+    one, and rotated; values, and what attention returns; gate, up and their product. With experts, those,
+    their silu and what the product is scaled to, and the rows around them, for each expert of the token.
     """
     heads, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     copies = 2 if model.family.has_qk_norm else 1

@@ -98,9 +98,9 @@ class Workload:
 
     @property
     def pack_tokens(self) -> Amount:
-        """Of one training forward: the budget, also where a response has more and is spread over several;
-        beside the clean text that its copies see there is room for as many of these."""
-        return max(float(self.token_budget), 2.0 * (self.prompt_length + self.response_length))
+        """Of the largest training forward: the budget, also where a response has more and is spread over
+        several; but beside all clean text that copies can see, there is room for as many of these."""
+        return max(float(self.token_budget), self.prompt_length + 2.0 * self.max_response_length)
 
     @property
     def action_share(self) -> Amount:
