@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -44,6 +45,20 @@ def test_every_command_can_be_said(sizes: Sizes, tmp_path: Path) -> None:
             assert config.stages[-1].policies[0].tokens_per_step == int(POLICIES[0].removeprefix("static:"))
         command = cli.parse(each.arguments)
         assert isinstance(command, Sft | Train | Eval)
+
+
+@pytest.mark.parametrize("updates", [(30, 30, 60), (1, 1, 1)])
+def test_every_arm_of_the_ablations_can_be_said(updates: tuple[int, int, int], tmp_path: Path) -> None:
+    examples = Path(__file__).parents[1] / "examples"
+    script = runpy.run_path(str(examples / "ablations.py"))
+    for name, arm in script["arms"](updates).items():
+        (training, evaluation) = script["train_tasks"](name, arm, tmp_path / "seed3", 3, tmp_path)
+        _, recipe, *rest = training.arguments
+        config = load_config(recipe, [argument for argument in rest if not argument.startswith("--")])
+        assert sum(stage.num_updates for stage in config.stages) == sum(updates)
+        assert config.stages[-1].block_size == 16
+        assert isinstance(cli.parse(training.arguments), Train)
+        assert isinstance(cli.parse(evaluation.arguments), Eval)
 
 
 @SIZES
