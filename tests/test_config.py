@@ -43,7 +43,10 @@ def recipe(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", list_recipes())
-def test_a_shipped_recipe_resolves_and_dry_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shipped_recipe_resolves_and_dry_runs(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no quickstart has left the recipe's model
     config = load_config(name)
     assert read_config(parse_yaml(to_yaml(config), name)) == config
     assert cli.main(["train", name, "--dry-run"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,7 +247,8 @@ def test_this_machine_is_measured() -> None:
     assert device.layer_overhead > 0
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no quickstart has left the recipe's model
     assert main(["plan", "sdar-1.7b-tstar", "--gpus", "8", "--json"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["block_size"] for record in records] == [4, 8, 16, 32]
