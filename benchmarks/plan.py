@@ -20,11 +20,10 @@ from tstar.model.config import ModelConfig
 from tstar.model.transformer import LanguageModel
 from tstar.partition import PartitionRule
 from tstar.plan import Cluster, Timing, Workload, measure, plan_memory, plan_time
-from tstar.plan.measure import Clock
+from tstar.plan.measure import Clock, bytes_kept
 from tstar.process import keep_freed_memory
 from tstar.replay import replay, score
 from tstar.trainer import Rollout, Trainer, TrainerConfig
-from tstar.trajectory import Trajectory
 from tstar.unmask import UnmaskPolicy
 
 MODEL = ModelConfig(
@@ -73,25 +72,6 @@ def make_requests(workload: Workload) -> list[Request]:
     return requests
 
 
-def kept_bytes(model: LanguageModel, trajectories: list[Trajectory], workload: Workload) -> tuple[int, int]:
-    """What autograd keeps of one pack's layers (the head keeps its logits itself), and the pack's tokens."""
-    rule = PartitionRule(workload.block_size)
-    pack = replay(trajectories, rule, MODEL.vocab_size - 1, workload.token_budget)[0]
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        scores = score(model, pack)
-    del scores
-    return sum(kept.values()), pack.layout.num_tokens
-
-
 def show(name: str, predicted: float, measured: float, unit: str) -> None:
     print(f"  {name:<22} predicted {predicted:9.3f} {unit}  measured {measured:9.3f} {unit}"
           f"  ratio {predicted / measured:5.2f}", flush=True)  # fmt: skip
@@ -135,9 +115,10 @@ def compare(cluster: Cluster, block_size: int, dtype: torch.dtype, k: int, clock
     show("optimizer", predicted.seconds_of("optimizer"), stepped, "s ")
     tokens = workload.num_responses * workload.replay_tokens
     show("replayed tokens", tokens / 1e3, update.num_tokens / 1e3, "k ")
-    num_bytes, num_tokens = kept_bytes(model, trajectories, workload)
+    pack = replay(trajectories, rule, MODEL.vocab_size - 1, workload.token_budget)[0]
+    num_bytes = bytes_kept(model, lambda: score(model, pack))  # the head keeps its logits itself
     memory = plan_memory(workload, cluster)
-    share = num_tokens / workload.pack_tokens
+    share = pack.layout.num_tokens / workload.pack_tokens
     show("activations", memory.bytes_of("activations") * share / 2**20, num_bytes / 2**20, "MiB")
 
 

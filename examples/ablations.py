@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tstar import quickstart
-from tstar.quickstart import POLICIES, Task
+from tstar.quickstart import BLOCK_SIZES, POLICIES, Task
 
-BLOCK_SIZES = (4, 8, 16)
-TARGET = 16
+TARGET = BLOCK_SIZES[-1]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from tstar.model.transformer import LanguageModel
 from tstar.partition import PartitionRule
 from tstar.plan import DEVICES, Cluster, Workload, advise, measure, plan_memory, plan_time
 from tstar.plan.cost import ModelCost
+from tstar.plan.measure import bytes_kept
 from tstar.plan.memory import layer_numbers_per_token
 from tstar.plan.shapes import SHAPES, shape_named
 from tstar.plan.timing import simulate
@@ -104,19 +105,8 @@ def test_activations_are_what_autograd_keeps(model_type: str, monkeypatch: pytes
         config = make_config(model_type, **sizes, num_hidden_layers=num_layers)
         model = LanguageModel(config)
         model.initialise(torch.Generator().manual_seed(0))
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        kept: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            hidden = model(torch.zeros(layout.num_tokens, dtype=torch.int64), prepare(layout))
-        assert hidden.requires_grad
-        return config, sum(kept.values()) / (4 * layout.num_tokens)
+        token_ids, attention = torch.zeros(layout.num_tokens, dtype=torch.int64), prepare(layout)
+        return config, bytes_kept(model, lambda: model(token_ids, attention)) / (4 * layout.num_tokens)
 
     config, less = measure_kept(2)
     _, more = measure_kept(3)

@@ -28,6 +28,23 @@ _VOCABULARY = 1 << 15
 Clock = Callable[[], float]
 
 
+def bytes_kept(model: LanguageModel, forward: Callable[[], object]) -> int:
+    """What autograd keeps of a forward for its backward pass, weights apart."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()  # held until the end: storage that is freed may be given out again
+    del result
+    return sum(kept.values())
+
+
 def measure(device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter) -> Device:
     """Matmul peak, memory bandwidth, and what a forward costs beside its arithmetic.
 

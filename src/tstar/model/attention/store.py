@@ -271,8 +271,6 @@ def _group_pieces(
     row, first, length = _cut_rows(store, rows, lengths, first_tokens)
     context = rows.visible_stops[first + length - 1]
     padded = _round_up(context)
-    if len(row) == 1:
-        return [_make_group(store, rows, row, first, length, int(padded[0]))]
     if (length == length[0]).all() and (padded == padded[0]).all():
         order = np.arange(len(length))
     else:
